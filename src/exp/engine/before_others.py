@@ -1,9 +1,9 @@
-"""Save before the hooks of other callbacks, and restore the state that a resume's start hooks change.
+"""Callback that saves checkpoints before the hooks of other callbacks run.
 
-A resumed run calls the hooks of a start again: on_train_start, and within an epoch on_train_epoch_start. The
-uninterrupted run called them once, before the checkpoint, so that the saved state must not change again. Weights,
-optimizers, schedules and callbacks are restored after on_train_start of the other callbacks and, within an epoch, after
-their on_train_epoch_start.
+A resumed run calls the start hooks again: on_train_start, and within an epoch on_train_epoch_start. The uninterrupted
+run called them once, before the checkpoint was saved. Therefore a repeated start hook must not change the loaded state.
+This callback restores weights, optimizers, schedules and callbacks after on_train_start of the other callbacks. Within
+an epoch, it restores them again after on_train_epoch_start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ START_HOOKS = ("on_train_start", "on_train_epoch_start")
 
 
 class BeforeOthers(Callback):
-    """A callback that acts for Checkpointing and Stopping before the user's callbacks, which follow it in the list.
+    """Callback that runs the tasks of Checkpointing and Stopping before the user's callbacks.
 
-    It saves before their hooks of a batch and of an epoch, holds the validated weights, and saves the last state before
-    they end the training. Some callbacks, such as Lightning's WeightAveraging, then replace the weights of the module,
-    from which a longer run must not resume.
+    It precedes the user's callbacks in the Trainer's list. Before their hooks of a batch or an epoch, it saves
+    checkpoints and copies the validated weights. It also saves the last state before other callbacks end the training.
+    Some callbacks, such as Lightning's WeightAveraging, replace the module's weights at that point. A longer run must
+    not resume from the replaced weights.
     """
 
     _trainer: RunTrainer
@@ -52,7 +53,7 @@ class BeforeOthers(Callback):
         self._fresh: list[tuple[LRScheduler, ScheduleState]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # By default they would write to the folder of a logger.
+        # Without a dirpath, these callbacks would write to the folder of a logger.
         for one in trainer.checkpoint_callbacks:
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
                 one.dirpath = str(self.checkpointing.directory / OF_LIGHTNING)
@@ -60,7 +61,7 @@ class BeforeOthers(Callback):
     # --- the start ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Before a checkpoint is loaded into optimizers and schedules.
+        # Copied before a checkpoint is loaded into optimizers and schedules.
         self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
 
     def _take_lengths(self) -> None:
@@ -87,7 +88,7 @@ class BeforeOthers(Callback):
             self._restore()
 
     def _epoch_has_started(self) -> None:
-        """Restore the saved state after the start hooks of an epoch that a resume repeats."""
+        """Restore the saved state after the epoch's start hooks, which a resume calls again."""
         self._is_starting = False
         if self._restore is not None:
             if self.checkpointing.resumed is not None and self.checkpointing.resumed.is_inside:
@@ -118,8 +119,8 @@ class BeforeOthers(Callback):
         if self.checkpointing.watches_training:
             self.checkpointing.hold(trainer)
         elif not is_epoch_complete(trainer):
-            # A limit ends the run within an epoch. Other callbacks may act as at its end, which comes later in a
-            # longer run.
+            # A limit ends the run within an epoch. Other callbacks may act here although a longer run would not end the
+            # epoch at this batch.
             self.checkpointing.end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,7 +128,7 @@ class BeforeOthers(Callback):
 
 
 def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
-    """Yield the schedules that count steps, without schedules on plateau."""
+    """Yield the schedules that count steps. Schedules of type ReduceLROnPlateau are excluded."""
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler.schedule if isinstance(config.scheduler, PhaseSchedule) else config.scheduler
         if isinstance(schedule, LRScheduler) and not isinstance(schedule, ReduceLROnPlateau):
@@ -135,7 +136,7 @@ def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
-    """Yield the callbacks and the module that override one of the hooks, except those of exp."""
+    """Yield the callbacks, and the module, that override at least one of the hooks. Classes of exp are excluded."""
     owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
     for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
         if not is_own(owner) and any(find_override(owner, base, hook) for hook in hooks):
@@ -143,7 +144,7 @@ def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
 
 
 def _hold_state(trainer: RunTrainer) -> Callable[[], None]:
-    """Copy the state of a checkpoint, and return a function that restores it."""
+    """Copy the state that a checkpoint would contain, and return a function that restores the copy."""
     held: list[tuple[Callable[[Any], object], State]] = []
 
     def hold(load: Callable[[Any], object], state: State) -> None:

@@ -1,6 +1,6 @@
-"""Buffers of values on their device, which are copied to the host together.
+"""Buffers that collect values on their device and copy them to the host together.
 
-StepBuffer holds steps between two writes, and EpochValues sums the losses and metrics of a stage.
+StepBuffer collects optimizer steps between two writes. EpochValues sums the losses and metrics of a stage.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ EXPECTED = "expected one number, or a panel of exp.hooks.panels"
 
 @dataclass(slots=True)
 class Recorded:
-    """The values of one optimizer step.
+    """Values of one optimizer step.
 
     Attributes:
         index: Number of the step, counted from 1.
-        size: Samples of its global batches.
-        losses: The objective and, if there are several, its terms: 0-d tensors of this rank's share.
-        values: 0-d tensors on the device, floats, or panels, by tag.
-        terms: Names of the computed terms; None for all.
-        panels: Panels on the host by tag, moved here from `values` when the step is taken.
+        size: Number of samples in the step's global batches.
+        losses: 0-d tensors, computed on this rank's part of the batch: the objective, then its terms if there are
+            several.
+        values: Values by tag: 0-d tensors on the device, floats, or panels.
+        terms: Names of the computed terms. None means all terms.
+        panels: Panels on the host by tag. StepBuffer.take moves them here from `values`.
     """
 
     index: int
@@ -50,7 +51,7 @@ class Recorded:
 
 
 class StepBuffer:
-    """Steps that wait to be written."""
+    """Optimizer steps that are recorded but not yet written."""
 
     def __init__(self) -> None:
         self._steps: list[Recorded] = []
@@ -60,14 +61,18 @@ class StepBuffer:
 
     @property
     def last(self) -> Recorded:
-        """The step that was added last."""
+        """Most recently added step."""
         return self._steps[-1]
 
     def add(self, step: Recorded) -> None:
         self._steps.append(step)
 
     def take(self, strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
-        """Return the steps with values as floats, and their losses as means over ranks. Every rank must call it."""
+        """Return the steps with their losses, and empty the buffer. Every rank must call this method.
+
+        Returns:
+            Pairs of a step and its losses. The values of the step are floats. The losses are means over ranks.
+        """
         steps, self._steps = self._steps, []
         if not steps:
             return []
@@ -84,7 +89,7 @@ class StepBuffer:
         for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
             values[tag] = number
         _take_panels(steps)
-        # The report takes no NumPy numbers.
+        # The report does not accept NumPy numbers.
         for step in steps:
             for tag, value in step.values.items():
                 if type(value) is not float:
@@ -95,7 +100,7 @@ class StepBuffer:
 
 
 def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
-    """Return the values of hooks on the host: numbers as floats, and panels."""
+    """Return numbers and panels of hooks separately, copied to the host."""
     panels = {tag: value for tag, value in values.items() if isinstance(value, Panel)}
     numbers = {
         tag: _one_number(tag, value).item() if isinstance(value, Tensor) else _float(tag, value)
@@ -106,7 +111,7 @@ def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[st
 
 
 def _take_panels(steps: Sequence[Recorded]) -> None:
-    """Move the panels of each step from its values to its panels, on the host."""
+    """Move the panels of each step from `values` to `panels`, and copy them to the host."""
     found = [(step, tag, value) for step in steps for tag, value in step.values.items() if isinstance(value, Panel)]
     if found:
         for (step, tag, _), panel in zip(found, on_host([panel for _, _, panel in found]), strict=True):
@@ -128,16 +133,19 @@ def _float(tag: str, value: SupportsFloat) -> float:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the numbers of the tensors in order. The first is a vector, the others are 0-d."""
+    """Return the tensors' numbers as one list. The first tensor is a vector; the others are 0-d."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
     return gather_numbers(tensors)
 
 
 def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the same numbers by one copy to the host, with one stack for each device and dtype."""
+    """Return the tensors' numbers as one list, with a single copy to the host.
+
+    Tensors of the same device and dtype are stacked first.
+    """
     losses, others = tensors[0], tensors[1:]
-    # float64 keeps counts and float32 exact; mps has none.
+    # float64 represents counts and float32 values exactly. The mps device has no float64.
     dtype = torch.float32 if losses.device.type == "mps" else torch.float64
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(others):
@@ -153,29 +161,30 @@ def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class Source(Protocol):
-    """The rank with the outputs of a network that is split over ranks."""
+    """Interface to the rank that has the outputs of a network split over ranks."""
 
     has_output: bool
 
     def broadcast_output(self, value: Value) -> Value:
-        """Return the value of the rank that has the outputs. Every rank of the model must call it."""
+        """Return the value of the rank that has the outputs. Every rank of the model must call this method."""
 
 
 class EpochValues(nn.Module):
-    """The losses and metrics of a stage's epoch, on the device.
+    """Losses and metrics of one stage's epoch, collected on the device.
 
-    Each term's mean is weighted by its divisor, so that the value equals one call over the whole stage. All values come
-    to the host in one copy.
+    The mean of each term is weighted by its divisor. The result equals one call of the term over the whole stage. All
+    values are copied to the host together.
 
     Args:
         stage: Stage of the values.
-        terms: Terms of the objective by name. If there are several, each has a tag.
+        terms: Terms of the objective by name. If there are several, each term gets a tag.
         measures: Metrics of the stage.
 
     Attributes:
-        summed: Terms whose weighted sum is the loss, in the order of `add`. With phases, a term occurs once per phase.
-        source: Rank with the outputs; None for this rank.
-        leaves_out_lost: Whether means that are not finite are left out.
+        summed: Name and term of each addend of the loss, in the order of `add`. With phases, a term occurs once per
+            phase.
+        source: Interface to the rank with the outputs. None if this rank has the outputs.
+        leaves_out_lost: True if means that are not finite are left out.
     """
 
     def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], measures: Sequence[Measure]) -> None:
@@ -184,7 +193,7 @@ class EpochValues(nn.Module):
         self.terms = tuple(terms)
         self.summed: Sequence[tuple[str, AbstractTerm]] = tuple(terms.items())
         self.measures = tuple(measures)
-        # A list: a ModuleDict refuses names such as `update`.
+        # A ModuleList, because a ModuleDict does not accept names such as `update`.
         self.metrics = nn.ModuleList(measure.metric for measure in measures)
         self.source: Source | None = None
         self.leaves_out_lost = False
@@ -193,15 +202,15 @@ class EpochValues(nn.Module):
     def clear_losses(self) -> None:
         """Reset the sums of losses."""
         self._sums: Tensor | None = None
-        # Numbers of samples are floats on the host, which cost the device nothing.
+        # Numbers of samples are floats on the host, because they then need no operation on the device.
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
     def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
-        """Add the means of a batch with their divisors. A mean with the divisor 0 adds nothing.
+        """Add the means of one batch, weighted by their divisors. A mean with the divisor 0 is ignored.
 
         Args:
-            means: Means of consecutive terms of `summed`.
-            first: Place of the first of these terms.
+            means: Pairs of mean and divisor, for consecutive terms of `summed`.
+            first: Index of the first of these terms in `summed`. Default: 0.
         """
         if self.leaves_out_lost:
             means = [(mean.where(mean.isfinite(), 0.0), divisor * mean.isfinite()) for mean, divisor in means]
@@ -217,7 +226,10 @@ class EpochValues(nn.Module):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def read(self, values: Values) -> dict[str, Any]:
-        """Return the values that the metrics read, by name, without a graph.
+        """Return the values that the metrics need, by name and detached from the graph.
+
+        Args:
+            values: All values of the forward by name.
 
         Raises:
             RunError: A value is missing.
@@ -232,17 +244,17 @@ class EpochValues(nn.Module):
             measure.update(read)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
-        """Return the values of all ranks by tag, and reset them. Every rank must call it.
+        """Return the epoch's values over all ranks by tag, and reset the sums and metrics.
 
-        A term with the divisor 0 has no tag, and adds nothing to the loss.
+        Every rank must call this method. A term with the divisor 0 has no tag and adds nothing to the loss.
 
         Raises:
-            RunError: A metric returned something else than numbers.
+            RunError: A metric returned something other than numbers.
         """
         device = strategy.root_device
         totals = self.totals(strategy)
         metrics = self._compute()
-        # One stack, because a copy of each number to the device would wait.
+        # Numbers are stacked before the copy, because each copy of a single number waits for the device.
         found = [torch.stack(list(one.values())).to(device, totals.dtype) for one in metrics.values() if one]
         values = torch.cat([totals, *found])
         self.clear_losses()
@@ -264,7 +276,10 @@ class EpochValues(nn.Module):
         return result | dict(zip(tags, others, strict=True))
 
     def totals(self, strategy: Strategy) -> Tensor:
-        """Return the sums of the terms over all ranks, followed by their divisors. Every rank must call it."""
+        """Return the sum of each term over all ranks, followed by the divisor of each term, as one tensor.
+
+        Every rank must call this method.
+        """
         device = strategy.root_device
         dtype = summing_dtype(device)
         sums = torch.zeros(len(self.summed), dtype=dtype, device=device) if self._sums is None else self._sums
@@ -273,15 +288,28 @@ class EpochValues(nn.Module):
         return totals
 
     def state(self, strategy: Strategy, *, with_losses: bool) -> dict[str, object]:
-        """Return the entries of a checkpoint with the sums of all ranks. Every rank must call it."""
+        """Return the checkpoint entries with the metrics' states and the sums over all ranks.
+
+        Every rank must call this method.
+
+        Args:
+            strategy: Strategy of the run.
+            with_losses: Whether to include the sums of the losses.
+        """
         state: dict[str, object] = {TRAIN_METRICS: self.metric_states()} if self.measures else {}
         return state | ({TRAIN_LOSSES: self.totals(strategy)} if with_losses else {})
 
     def restore(self, state: Mapping[str, Any], *, device: torch.device, rank: int, ranks: int) -> None:
-        """Continue from `state`. rank, ranks: number of this rank's share of a batch, and number of shares.
+        """Load the entries that `state` returned.
+
+        Args:
+            state: Entries of a checkpoint.
+            device: Device of the sums.
+            rank: Index of this rank's part of each global batch.
+            ranks: Number of parts of each global batch.
 
         Raises:
-            RunError: A metric cannot continue with another number of ranks.
+            RunError: A metric does not support a changed number of ranks.
         """
         if TRAIN_METRICS in state:
             self.restore_metrics(state[TRAIN_METRICS], rank=rank, ranks=ranks)
@@ -290,7 +318,7 @@ class EpochValues(nn.Module):
             self._divisors = list(divisors.unbind())
 
     def metric_states(self) -> Mapping[str, Mapping[str, object]]:
-        """Return the states of the metrics of all ranks within an epoch. Every rank must call it."""
+        """Return the metrics' states over all ranks within an epoch. Every rank must call this method."""
         return self._from_source(lambda: {measure.name: measure.states() for measure in self.measures})
 
     def restore_metrics(self, states: Mapping[str, Mapping[str, Any]], *, rank: int, ranks: int) -> None:
@@ -299,14 +327,14 @@ class EpochValues(nn.Module):
                 measure.restore(states[measure.name], rank=rank, ranks=ranks)
 
     def _compute(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the entries of each metric by its name, and reset the metrics."""
+        """Return the values of each metric by metric name and entry, and reset the metrics."""
         values = self._from_source(lambda: {measure.name: measure.compute() for measure in self.measures})
         for measure in self.measures:
             measure.metric.reset()
         return values
 
     def _from_source(self, make: Callable[[], Mapping[str, Value]]) -> Mapping[str, Value]:
-        """Return what the rank with the outputs makes, on every rank."""
+        """Call `make` on the rank that has the outputs, and return its result on every rank."""
         if self.source is None:
             return make()
         return self.source.broadcast_output(make() if self.source.has_output else {})

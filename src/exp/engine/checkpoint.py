@@ -1,4 +1,4 @@
-"""Write checkpoint files atomically, and read them with checksums and without executing code."""
+"""Functions that write checkpoint files atomically, and read them without executing code."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ from exp.nested import map_tensors, tensors_in
 
 # Folder of the checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
-# Entry with the version of the format. Formats 1 and 2 also had shapes and checksums of all entries.
+# Checkpoint entry with the version of the format. Formats 1 and 2 also contained shapes and checksums of all entries.
 MANIFEST, FORMAT = "exp_manifest", 3
 NUMBERS = frozenset({bool, int, float, type(None)})
-# Without checkpoint.async: the largest state that is copied for the writing thread. Two copies may wait.
+# Size in bytes of the largest state that is copied for the writing thread when checkpoint.async is not set. Two copies
+# may be in memory at a time.
 LARGEST_COPY = 2**30
-# Entry with the trained weights of a checkpoint whose state_dict has averaged weights.
+# Checkpoint entry with the trained weights, present if the entry state_dict has averaged weights.
 CURRENT = "current_model_state"
 # Content of a checkpoint by name: nested tensors and plain values.
 State = dict[str, Any]
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a partial file, syncs it and renames it, so that a kill leaves the old or the new file.
+    """Checkpoint writer that keeps either the old or the new file intact if the process is killed.
 
-    Lightning's class writes to $TMPDIR and moves the file without a sync. On another filesystem that is a copy, which a
-    kill or a full disk leaves incomplete in place of the good file.
+    It writes to a partial file, syncs it and renames it. Lightning's class writes to $TMPDIR and moves the file without
+    a sync. If $TMPDIR is on another filesystem, the move is a copy. A kill or a full disk during this copy leaves an
+    incomplete file instead of the old one.
 
     Args:
-        is_synced: Whether a saved file is on the disk; see exp.files. Default: True.
+        is_synced: Whether a file is synced to the disk before its save returns; see exp.files. Default: True.
     """
 
-    # Largest state in bytes that is serialized in memory, which takes 1 ms per MB.
+    # Size in bytes of the largest state that is serialized in memory. Serializing takes 1 ms per MB.
     packed_bytes = 16 * 2**20
 
     def __init__(self, *, is_synced: bool = True) -> None:
@@ -55,11 +57,11 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: State, path: str | os.PathLike[str], storage_options: object | None = None
     ) -> None:
-        """Replace a checkpoint file.
+        """Write a checkpoint, and replace the existing file.
 
         Raises:
-            OSError: The write failed, with the reason of the system. The old file is unchanged.
-            RunError: An entry could not be read back.
+            OSError: The write failed. The old file is unchanged.
+            RunError: An entry has a type that cannot be loaded again.
         """
         if storage_options is not None:
             raise RunError("storage_options is not supported: checkpoints are local files")
@@ -70,7 +72,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(serialize(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Replace a file by a checkpoint, or by the bytes of one."""
+        """Replace the file by a checkpoint, which may already be serialized."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
             write_atomic(path, checkpoint, is_synced=self._is_synced)
@@ -79,7 +81,7 @@ class AtomicCheckpointIO(CheckpointIO):
             try:
                 torch.save(with_manifest(checkpoint), file)
             except RuntimeError as error:
-                # torch's writer replaces the error of the file by one about positions.
+                # torch's writer replaces the file's OSError by an error about positions.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -90,10 +92,12 @@ class AtomicCheckpointIO(CheckpointIO):
         map_location: str | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> State:
-        """Read a checkpoint after all pending writes. It has tensors and plain values, whatever `weights_only` is.
+        """Read a checkpoint after all pending writes have finished.
+
+        The file may contain only tensors and plain values, whatever the value of `weights_only`.
 
         Raises:
-            RunError: The file is missing or damaged, or has other objects.
+            RunError: The file is missing or damaged, or contains other objects.
         """
         self.settle()
         return read_checkpoint(path, map_location=map_location)
@@ -102,30 +106,30 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a saved file atomically. Do nothing if the file has been removed."""
+        """Copy a saved file atomically. If the file has been removed, return without an error."""
         with suppress(FileNotFoundError):
             copy_checkpoint(source, target)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Allow saves in this context to finish later. The caller calls `settle` before the files are read."""
+        """Return a context in which saves may finish later. The caller must call `settle` before the files are read."""
         yield
 
     def settle(self) -> None:
-        """Block until all pending writes have finished, and raise the error of a failed one."""
+        """Wait until all pending writes have finished. Raise the error of a failed write."""
 
 
 class ThreadedCheckpointIO(AtomicCheckpointIO):
-    """Writes checkpoints in a thread while training continues, in the order of the calls.
+    """Checkpoint writer that writes in a thread, in the order of the calls, while training continues.
 
-    A small state is serialized before the thread takes it, because pickling would compete with training for the
-    interpreter. A large state is copied to the host. At most one checkpoint waits while another is written; the next
-    save blocks. The next call raises the error of a failed write, and nothing is written after it. A checkpoint that is
-    not saved `in_background` is on the disk when the call returns, because a user's callback may read it.
+    A small state is serialized before the thread receives it. Pickling in the thread would compete with training for
+    the interpreter. A large state is copied to the host. At most one checkpoint waits while another is written; a
+    further save blocks. If a write fails, the next call raises its error, and no later checkpoint is written. Outside
+    of `in_background`, a save returns after the file is on the disk, because a user's callback may read it.
 
     Args:
-        largest: Bytes of the largest state that is copied. A larger one is written before training continues. None
-            copies any state.
+        largest: Size in bytes of the largest state that is copied. A larger state is written before training continues.
+            None copies every state. Default: None.
     """
 
     MOST = 2
@@ -180,26 +184,26 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
 
 
 def bytes_of(checkpoint: State) -> int:
-    """Return the size of the tensors in a checkpoint in bytes."""
+    """Return the total size of the tensors in a checkpoint, in bytes."""
     return sum(tensor.nbytes for tensor in tensors_in(checkpoint))
 
 
 def serialize(checkpoint: State) -> bytes:
-    """Return the content of a checkpoint's file."""
+    """Return a checkpoint as the bytes of its file."""
     buffer = io.BytesIO()
     torch.save(with_manifest(checkpoint), buffer)
     return buffer.getvalue()
 
 
 def with_manifest(checkpoint: State) -> State:
-    """Return a checkpoint with the version of its format."""
+    """Return the checkpoint with an additional entry: the version of the format."""
     return {**checkpoint, MANIFEST: {"format": FORMAT}}
 
 
 def on_host(checkpoint: State) -> State:
-    """Return a copy of a checkpoint on the host, which later training steps do not change.
+    """Return a copy of a checkpoint in host memory. Later training steps do not change the copy.
 
-    Tensors that share memory, such as tied weights, share it in the copy.
+    Tensors that share memory, such as tied weights, share memory in the copy, too.
     """
     known: dict[tuple[object, ...], Tensor] = {}
 
@@ -222,7 +226,7 @@ def on_host(checkpoint: State) -> State:
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:
-    """Read a run's checkpoint; see AtomicCheckpointIO.load_checkpoint."""
+    """Return the content of a run's checkpoint. AtomicCheckpointIO.load_checkpoint documents the errors."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
@@ -236,10 +240,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
 
 
 def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> Any:
-    """Return the tensors and plain values of a file of AtomicCheckpointIO or torch.save.
+    """Return the tensors and plain values of a file that AtomicCheckpointIO or torch.save wrote.
 
     Raises:
-        RunError: The file is missing or damaged, or has other objects.
+        RunError: The file is missing or damaged, or contains other objects.
     """
     path = Path(path)
     _require_sound(path)
@@ -250,12 +254,12 @@ def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None
     """Return the content of a file by torch.load, without executing code.
 
     Args:
-        path: The file.
-        kind: Description of the file, for the error.
-        map_location: See torch.load. Default: CPU.
+        path: Path of the file.
+        kind: Description of the file for the error message, such as "a checkpoint".
+        map_location: Argument of torch.load. Default: CPU.
 
     Raises:
-        RunError: The file is damaged, or has objects other than tensors and plain values.
+        RunError: The file is damaged, or contains objects other than tensors and plain values.
     """
     try:
         return torch.load(path, map_location=map_location or "cpu", weights_only=True)
@@ -268,10 +272,10 @@ def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a file atomically, by a hard link if the filesystem has them."""
+    """Copy a file atomically. The copy is a hard link if the filesystem supports hard links."""
     partial = partial_path(target)
     with source.open("rb") as file, close_in_forks(file):
-        # sweep_partial_files skips files that are locked, and the link is the same file.
+        # The lock also protects the link, because a link is the same file: sweep_partial_files skips locked files.
         lock(file)
         try:
             os.link(source, partial)
@@ -282,18 +286,20 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         try:
             partial.replace(target)
         finally:
-            # A rename between two names of one file leaves both.
+            # A rename between two names of the same file leaves both names.
             partial.unlink(missing_ok=True)
     sync_directory(target.parent)
 
 
 def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of state_dict()") -> None:
-    """Raise RunError for an entry that is neither a tensor nor a plain value; torch would fail when it reads the file.
+    """Raise RunError for a value that is neither a tensor nor a plain value.
+
+    torch saves such a value but fails when it loads the file.
 
     Args:
         value: Entry of a checkpoint.
         key: Dotted name of the entry.
-        fix: Advice for an entry that cannot be saved.
+        fix: Advice for the error message.
     """
     if type(value) in NUMBERS or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype):
         return
@@ -314,7 +320,7 @@ def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of st
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a checkpoint can hold the value."""
+    """Return whether the value can be saved in a checkpoint."""
     try:
         require_plain(value)
     except RunError:
@@ -323,10 +329,10 @@ def is_plain(value: object) -> bool:
 
 
 def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
-    """Convert the optimizer states of a checkpoint to the memory format of the network.
+    """Convert the optimizer states of a checkpoint to the memory format of the network's weights.
 
-    A fused optimizer visits a weight and its averages in the order of their memory. With different formats it computes
-    wrong numbers without an error (torch 2.13, AdamW and Adam on CPU).
+    A fused optimizer reads a weight and its averages in the order of their memory. If the memory formats differ, it
+    computes wrong numbers without an error (torch 2.13, AdamW and Adam on CPU).
     """
     if "optimizer_states" in checkpoint:
         is_last = any(_is_channels_last(parameter) for parameter in network.parameters())
@@ -338,7 +344,10 @@ def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
 
 
 def _require_sound(path: Path) -> None:
-    """Raise RunError if a checksum of the zip file is wrong. torch.load would accept flipped bits."""
+    """Raise RunError if the file is missing, damaged or compressed.
+
+    The checksums of the zip file are compared, because torch.load accepts flipped bits.
+    """
     if not path.is_file():
         raise RunError(f"{path} is not a file; expected a checkpoint, such as checkpoints/last.ckpt")
     try:

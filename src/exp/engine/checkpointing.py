@@ -1,4 +1,4 @@
-"""Write last.ckpt and best.ckpt at points from which a run resumes exactly."""
+"""Callback that writes last.ckpt and best.ckpt at points from which a run resumes exactly."""
 
 from __future__ import annotations
 
@@ -42,34 +42,37 @@ from exp.spelling import among, did_you_mean
 log = logging.getLogger(__name__)
 
 POSITION, BEST, CONFIG = "exp_position", "exp_best", "exp_config"
-# Directory below checkpoints/ for Lightning's callbacks without a dirpath: their last.ckpt must not replace ours.
+# Folder inside checkpoints/ for Lightning's callbacks without a dirpath, so that their last.ckpt does not replace
+# exp's.
 OF_LIGHTNING = "lightning"
-# Fields of the best value that a checkpoint has.
+# Fields of the best value that are saved in a checkpoint.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
-# Entry of a best.ckpt whose state_dict has the scored weights, and CURRENT the weights of the run.
+# Marks a best.ckpt in which state_dict has the scored weights and the entry CURRENT has the trained weights.
 SCORED = "exp_scored"
 
 
 class Checkpointing(Callback):
-    """A callback that writes checkpoints/last.ckpt and checkpoints/best.ckpt of a run directory.
+    """Callback that writes checkpoints/last.ckpt and checkpoints/best.ckpt in the run directory.
 
-    It writes before a training batch or at the end of fit. At these points an optimizer step, its schedules, its
-    validation and all callbacks are complete, so that a resumed run passes through the same state. BeforeOthers calls
-    `start_batch` before the hooks of other callbacks, which a resumed run calls again.
+    It writes before a training batch or at the end of fit. At these points the optimizer step, its schedules, its
+    validation and all callbacks are complete. Therefore a resumed run computes the same states. BeforeOthers calls
+    `start_batch` before the hooks of other callbacks, because a resumed run calls these hooks again.
 
     Args:
-        monitor: Tag whose best value best.ckpt has. A value that is not finite is never the best. None writes no
-            best.ckpt. Default: loss/val.
-        mode: Whether the smallest or the largest value is the best. Default: min.
-        every_n_steps: Optimizer steps between two last.ckpt within an epoch. Default: None.
-        every_n_minutes: Minutes between two last.ckpt within an epoch, by the clock of rank 0. Default: None.
-        save_last, save_best: Whether to write the files. Default: True.
-        config: Text to keep in checkpoints, such as the YAML of the config.
-        holds_scored: Whether to hold a copy of the weights of each validation, because callbacks may change the weights
-            after it. best.ckpt then has the validated weights, and next to them those that training continues with.
-            Default: False.
-        is_compared: Stage at whose end the tag is compared. `given` is the stage that logs the tag first. None depends
-            on the tag.
+        directory: Run directory.
+        monitor: Tag that selects the checkpoint saved as best.ckpt. Values that are not finite are ignored. None writes
+            no best.ckpt. Default: loss/val.
+        mode: `min` or `max`: the smallest or the largest value is the best. Default: min.
+        every_n_steps: Number of optimizer steps between two writes of last.ckpt within an epoch. Default: None.
+        every_n_minutes: Minutes between two writes of last.ckpt within an epoch, by the clock of rank 0. Default: None.
+        save_last: Whether to write last.ckpt. Default: True.
+        save_best: Whether to write best.ckpt. Default: True.
+        config: Text that is saved in each checkpoint, such as the config as YAML. Default: None.
+        holds_scored: Whether to copy the weights of each validation, because callbacks may change the weights
+            afterwards. best.ckpt then contains the validated weights, and also the weights with which training
+            continues. Default: False.
+        is_compared: Stage at whose end the monitored value is compared. `given` selects the stage that logs the tag
+            first. None selects the stage by the name of the tag. Default: None.
     """
 
     def __init__(
@@ -88,13 +91,13 @@ class Checkpointing(Callback):
     ) -> None:
         super().__init__()
         self._is_compared = is_compared
-        # Optimizer step of the last validation.
+        # Optimizer step at which the last validation ran.
         self._validated_at: int | None = None
         self._earlier: Tensor | None = None
-        # Describes the last good checkpoint, for error messages.
+        # Description of the last good checkpoint, for error messages.
         self.saved = "no checkpoint was saved before it"
         self.holds_scored = holds_scored
-        # Weights of the current validation, and of the best one until its file is written.
+        # Weights of the current validation, and weights of the best validation until best.ckpt is written.
         self._validated: State | None = None
         self._scored: State | None = None
         self._writes_scored = self._is_changed = False
@@ -110,21 +113,21 @@ class Checkpointing(Callback):
         self.best: dict[str, Any] | None = None
         self._is_better = False
         self._is_restored = False
-        # After a resume from another directory, this run's last.ckpt is missing until it is written.
+        # True after a resume from another directory, until this run has written its own last.ckpt.
         self._owes_last = False
         self._saved_step = 0
         self._position: Position | None = None
-        # Start of a resumed run, for BeforeOthers.
+        # Position at which a resumed run starts; read by BeforeOthers.
         self.resumed: Position | None = None
 
     @property
     def is_late(self) -> bool:
-        """True if a checkpoint is due by the clock of this rank."""
+        """True if `every_n_minutes` have passed on this rank since the last write."""
         minutes = self.every_n_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
 
     def settle(self, trainer: Trainer) -> None:
-        """Block until all pending writes have finished. Every rank must call it.
+        """Wait until all pending writes have finished. Every rank must call this method.
 
         Raises:
             OSError: A write failed. Raised on rank 0.
@@ -135,7 +138,7 @@ class Checkpointing(Callback):
             trainer.strategy.barrier("checkpoints")
 
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
-        """Write the state at a position. Every rank must call it.
+        """Write the current state with its position to a path. Every rank must call this method.
 
         Raises:
             OSError: The write failed. Raised on rank 0.
@@ -173,16 +176,16 @@ class Checkpointing(Callback):
             self._copy_best(trainer)
 
     def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Write what is due before a batch. Every rank must call it.
+        """Write the checkpoints that are due before a batch. Every rank must call this method.
 
-        For the first batch of an epoch, the epoch's start calls it too.
+        The start of an epoch also calls this method for the epoch's first batch.
         """
         step = trainer.global_step
         if step == self._saved_step and not self._is_better:
             return
         is_window = batch_idx % trainer.accumulate_grad_batches == 0
         every = self.every_n_steps
-        # Not by `step % every`, which would miss a step inside a window of accumulated batches.
+        # `step % every` would miss a step within a window of accumulated batches.
         by_steps = every is not None and step // every > self._saved_step // every
         is_due = is_window and (batch_idx == 0 or by_steps or self.is_wanted)
         if is_due or self._is_better:
@@ -192,7 +195,7 @@ class Checkpointing(Callback):
         self.end(trainer, after_fit(trainer))
 
     def end(self, trainer: Trainer, position: Position) -> None:
-        """Write the last state unless it is written, and wait for all writes. Every rank must call it."""
+        """Write the last state unless it is already written, and wait for all writes. Every rank must call this method."""
         self.settle(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._owes_last:
             self._write(trainer, position, is_due=True)
@@ -211,7 +214,7 @@ class Checkpointing(Callback):
         if is_due:
             self._saved_step, self._saved_at = position.step, time.monotonic()
             self.is_wanted = False
-        # A copy of last.ckpt is the best one, unless a callback has changed the weights since they were scored.
+        # If the weights are still the scored ones, best.ckpt is a copy of last.ckpt.
         is_copied = False
         if is_due and self.is_saving_last:
             self._owes_last = False
@@ -229,7 +232,7 @@ class Checkpointing(Callback):
     # --- the best ---
 
     def hold(self, trainer: Trainer) -> None:
-        """Copy the weights of the module, which the next monitored value belongs to. Every rank must call it."""
+        """Copy the module's weights, which belong to the next monitored value. Every rank must call this method."""
         if self.holds_scored and self.is_saving_best:
             self._validated = on_host(_without_pruning(trainer.strategy.lightning_module_state_dict()))
 
@@ -239,7 +242,7 @@ class Checkpointing(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._validated_at = trainer.global_step
-            # Without a new value, Lightning keeps the same object under the tag.
+            # If no new value was logged, Lightning keeps the same object under the tag.
             found = trainer.callback_metrics.get(str(self.monitor))
             if self._is_compared == "given" and found is not None and found is not self._earlier:
                 self._is_compared = "val"
@@ -282,9 +285,9 @@ class Checkpointing(Callback):
         self._validated = None
 
     def _copy_best(self, trainer: Trainer) -> None:
-        """Copy the best.ckpt of the run that this run resumes from another directory.
+        """Copy best.ckpt from the run directory that this run resumes from.
 
-        A best.ckpt of a later step is not the best of this run: its step is trained again.
+        A best.ckpt of a step after the resumed step is not copied, because this run trains that step again.
         """
         best = self.best
         if best is not None and trainer.is_global_zero:
@@ -302,16 +305,16 @@ class Checkpointing(Callback):
         if self._position is None:
             return  # saved by a user's callback: it can be evaluated, but not resumed
         checkpoint[POSITION] = dataclasses.asdict(self._position)
-        # Without the path, because a path that a file contains is not trusted.
+        # The path is not saved, because a path read from a file is not trusted.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         if self.config is not None:
             checkpoint[CONFIG] = self.config
-        # A training value belongs to no particular weights: keep the average.
+        # A value of training belongs to no particular weights, so the averaged weights are saved.
         is_average = self.watches_training and CURRENT in checkpoint
         is_held = self._scored is None or is_average or _holds(checkpoint["state_dict"], self._scored)
         self._is_changed = not is_held
         if self._writes_scored and self._is_changed:
-            # With an average, CURRENT has the trained weights already.
+            # If the weights are averaged, the entry CURRENT already has the trained weights.
             checkpoint.setdefault(CURRENT, checkpoint["state_dict"])
             checkpoint["state_dict"], checkpoint[SCORED] = self._scored, True
 
@@ -343,22 +346,26 @@ class Checkpointing(Callback):
             _io(trainer).settle()
         except OSError as error:
             log.error("%s", error)  # the first error ends the run, and may be the cause of this one
-        # The best value was seen, but its file was never written.
+        # A best value was found, but best.ckpt was never written.
         if self._is_better and not self.best_path.is_file():
             self.best = None
 
 
 def position_in(path: Path | str) -> Position | None:
-    """Return the position in a checkpoint that was verified before; None if it has none."""
+    """Return the position saved in a checkpoint; None if the checkpoint has no position.
+
+    Args:
+        path: Checkpoint that was checked for damage before.
+    """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return Position.of(state[POSITION]) if POSITION in state else None
 
 
 def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
-    """Return the value of the monitored tag.
+    """Return the current value of the monitored tag.
 
     Raises:
-        RunError: No value has the tag.
+        RunError: No value was logged under the tag.
     """
     if monitor not in values:
         known = sorted(values)
@@ -370,29 +377,35 @@ def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
 
 
 def is_of_training(monitor: str | None) -> bool:
-    """Return whether a monitored tag is a value of training, which no validation gives."""
+    """Return whether the monitored tag is a training value, which a validation does not compute."""
     return monitor is not None and (monitor.endswith("/train") or monitor == EPOCH_LOSS)
 
 
 def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bool:
-    """Return whether a value is better than the best so far. None: there is no best."""
+    """Return whether a value is better than the best value so far. If `best` is None, every value is better."""
     if best is None:
         return True
     return bool(value < best["value"] if mode == "min" else value > best["value"])
 
 
 def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:
-    """Add a stage's loss and metrics to those of the best weights."""
+    """Add the loss and the metrics of a stage to `best["metrics"]`."""
     best["metrics"] |= {tag: float(value) for tag, value in values.items() if split_tag(tag)[1] == stage}
 
 
 def best_from(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the best value that a checkpoint describes. Older checkpoints have no metrics for it."""
+    """Return the best value saved in a checkpoint, completed with the path of best.ckpt.
+
+    Checkpoints of old versions have no epoch and no metrics; the defaults are -1 and an empty dict.
+    """
     return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
 
 
 def _without_pruning(state: State) -> State:
-    """Return the weights as the network uses them: torch.nn.utils.prune splits a weight into `_orig` and `_mask`."""
+    """Return the state dict with pruned weights as single tensors.
+
+    torch.nn.utils.prune stores a pruned weight as two entries, `_orig` and `_mask`. Their product replaces them.
+    """
     split = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
     split = [name for name in split if f"{name}_orig" in state and name not in state]
     own = {name: state[f"{name}_orig"] * state[f"{name}_mask"] for name in split}
@@ -401,7 +414,10 @@ def _without_pruning(state: State) -> State:
 
 
 def _holds(state: State, scored: State) -> bool:
-    """Return whether a checkpoint has the scored weights. An average may be saved in a wider dtype."""
+    """Return whether a checkpoint's weights equal the scored weights.
+
+    Averaged weights may be saved in a wider dtype, so they are compared in the dtype of the scored weights.
+    """
     return state.keys() == scored.keys() and all(
         torch.equal(state[name].to(value), value) if isinstance(value, Tensor) else state[name] == value
         for name, value in scored.items()
@@ -409,7 +425,7 @@ def _holds(state: State, scored: State) -> bool:
 
 
 def sweep_run(directory: Path) -> None:
-    """Remove the partial files of a killed run from its run directory."""
+    """Remove partial files that a killed run left in the run directory."""
     if not (directory / CHECKPOINTS).is_dir():
         return
     remove_partial_files(directory, levels=1)
@@ -424,7 +440,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
-    """Return whether a file is the best.ckpt of a step."""
+    """Return whether the file is the best.ckpt written for the step of `best`."""
     try:
         found = read_checkpoint(path)[BEST]
     except (RunError, KeyError):
@@ -433,13 +449,13 @@ def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
 
 
 def _find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
-    """Copy the checkpoint of the best value to a path, and return the value; None if no file has it.
+    """Copy the checkpoint of the best value to `path`. Return the best value, or None if no file has its weights.
 
     Args:
         best: Best value of a run.
         source: Checkpoint that the run resumes from.
         path: Path of this run's best.ckpt.
-        step: Optimizer step of the source.
+        step: Optimizer step of `source`.
     """
     found = next((one for one in (path, source.with_name("best.ckpt")) if _is_best(one, best)), None)
     if found is None and best["step"] == step:

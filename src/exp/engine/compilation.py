@@ -1,7 +1,7 @@
-"""Compile the network in place by torch.compile: the same module and state dict, with a compiled call.
+"""Compilation of the network by torch.compile, in place: the module and its state dict stay the same.
 
-Tested with torch 2.13: `nn.Module.compile` compiles nothing, without an error, if `forward` is a method of torch. A
-copy of a compiled network is not compiled.
+Tested with torch 2.13: if `forward` is a method of a class of torch, `nn.Module.compile` compiles nothing and reports
+no error. A copy of a compiled network is not compiled.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from exp.objectives.term import TWICE
 
 log = logging.getLogger(__name__)
 
-# A compiled backward runs once, and cannot be differentiated.
+# A compiled backward runs only once, and cannot be differentiated.
 EAGER = TWICE | {"retained_graph"}
 _compiled: WeakSet[nn.Module] = WeakSet()
 
 
 def compile_network(network: nn.Module, *, backend: str, mode: str | None = None, needs: frozenset[str]) -> None:
-    """Compile the calls of a network. Each new shape or mode compiles at its first call, which takes seconds.
+    """Compile the forward of a network. Each new input shape or mode compiles at its first call, which takes seconds.
 
     Args:
         network: The network.
         backend: Backend of torch.compile, such as inductor.
-        mode: Mode of torch.compile, such as reduce-overhead.
-        needs: Needs of the objective, some of which a compiled network cannot meet.
+        mode: Mode of torch.compile, such as reduce-overhead. Default: None.
+        needs: Needs of the objective's terms. A warning lists the needs that a compiled network does not support.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
     options = _options(backend, on_cpu=on_cpu) if mode is None else None  # torch takes one of the two
@@ -44,17 +44,17 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
 
 
 def _options(backend: str, *, on_cpu: bool) -> dict[str, Any] | None:
-    # With inductor's layout of convolutions on a CPU, a LeNet lost gradients for a batch of 41 (torch 2.13).
+    # On a CPU, inductor's layout of convolutions lost gradients of a LeNet with a batch of 41 samples (torch 2.13).
     return {"layout_optimization": False} if backend == "inductor" and on_cpu else None
 
 
 def is_compiled(network: nn.Module) -> bool:
-    """Return whether a network was compiled by compile_network."""
+    """Return whether compile_network compiled the network."""
     return network in _compiled
 
 
 def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a compiled network runs uncompiled."""
+    """Return a context in which the network runs uncompiled. If the network is not compiled, the context does nothing."""
     return _eager() if is_compiled(network) else nullcontext()
 
 
@@ -64,5 +64,5 @@ def _eager() -> AbstractContextManager[None]:
 
 
 def as_needed(needs: frozenset[str], network: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the network runs uncompiled if terms need what a compiled network does not support."""
+    """Return a context that runs the network uncompiled if the terms' needs do not support compilation."""
     return _eager() if needs & EAGER and is_compiled(network) else nullcontext()

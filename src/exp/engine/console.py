@@ -1,4 +1,4 @@
-"""Show the progress of a run by a bar or lines on the terminal, and write train.log."""
+"""Progress of a run on the terminal, as a bar or as lines, and in train.log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Lightning's loggers, which print to the terminal.
+# Loggers of Lightning that print to the terminal.
 CHATTY = ("lightning", "lightning.pytorch", "lightning.fabric")
 ADVICE = (
     ".*(does not have many workers|smaller than the logging interval|speed up the dataloader worker"
@@ -39,23 +39,24 @@ NOWHERE = Path(os.devnull)
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
 # A person reads at most four numbers per second.
 REFRESH_SECONDS = 0.25
-# The shortest time between lines at the ends of epochs, and between lines in the middle of an epoch.
+# Minimum seconds between two lines: at the ends of epochs, and within an epoch.
 LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
-# The smallest number of columns of a bar.
+# Minimum width of the bar in columns.
 BAR_WIDTH = 8
 
 
 @contextmanager
 def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, str]] | None = None) -> Iterator[Path]:
-    """Write the log and the warnings of this process to train.log, or train.rank1.log ..., of the run directory.
+    """Write the log messages and warnings of this process to its log file in the run directory.
 
-    Warnings and errors of exp remain on the terminal of rank 0. All loggers are restored at the end.
+    Rank 0 writes train.log, rank 1 train.rank1.log. Warnings and errors of exp also appear on the terminal of rank 0.
+    The previous state of all loggers is restored when the context ends.
 
     Args:
         directory: Run directory.
         rank: Rank of this process.
-        not_written: List to which {what, error} is added for each failed output: the terminal, the log, a logger,
-            a picture.
+        not_written: List that receives {what, error} for each output that failed: the terminal, the log, a logger or a
+            picture.
     """
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
     root, own = logging.getLogger(), logging.getLogger("exp")
@@ -63,7 +64,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
     collector = NotWritten([] if not_written is None else not_written)
     chatty = [(logger, logger.handlers[:], logger.propagate) for logger in map(logging.getLogger, CHATTY)]
     level = own.level
-    # A log that cannot be opened does not end the run.
+    # If the log cannot be opened, the run continues without it.
     unopened: OSError | None = None
     try:
         opened = path.open("a", encoding="utf-8", buffering=1)
@@ -81,7 +82,7 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             for logger, _, _ in chatty:
                 logger.handlers, logger.propagate = [], True
             logging.captureWarnings(True)
-            # exp's check gives this advice. Deprecations in Lightning's code do not concern the user.
+            # The checks of exp give the same advice. Users cannot change deprecated calls in Lightning's code.
             warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
@@ -99,30 +100,33 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
 
 
 def is_of_the_run(record: logging.LogRecord) -> bool:
-    """Return whether to log a record: Lightning's information is known already, or advertising."""
+    """Return whether to log a record. Lightning's messages below WARNING are left out."""
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in LIGHTNING
 
 
 class _Formatter(logging.Formatter):
-    """A formatter that replaces secrets in messages and tracebacks by their names."""
+    """Log formatter that replaces secrets in messages and tracebacks by the secrets' names."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _ScreenHandler(logging.Handler):
-    """Writes to the current sys.stderr, which a bar replaces so that lines appear above it."""
+    """Log handler that writes to the current sys.stderr.
+
+    A progress bar replaces sys.stderr so that lines appear above the bar.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A traceback is for the file; the screen has the message.
+        # Tracebacks go to the log file; the terminal shows only the message.
         print(redact(record.getMessage()), file=sys.stderr)
 
 
 def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
-    """Return the callbacks that show the progress of a run; none on ranks other than 0.
+    """Return the callbacks that show the progress of a run. On ranks other than 0 the list is empty.
 
     Args:
-        enabled: Value of trainer.enable_progress_bar. If false, the lines go to train.log only.
+        enabled: Value of trainer.enable_progress_bar. If false, lines are written only to train.log.
         rank: Rank of this process.
     """
     if not rank.is_first:
@@ -132,13 +136,13 @@ def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
 
 @dataclass(frozen=True)
 class View:
-    """The numbers that a display shows.
+    """Numbers that a progress display shows.
 
     Attributes:
-        title: Such as `epoch 3/30`, or the stage outside of training.
-        step: Optimizer steps of the run.
-        done: Batches of the epoch or of the stage that are done.
-        total: Batches of the epoch or of the stage; None if unknown.
+        title: Title such as `epoch 3/30`. Outside of training, the name of the stage.
+        step: Optimizer steps of the run so far.
+        done: Completed batches of the epoch or of the stage.
+        total: Number of batches of the epoch or of the stage; None if unknown.
         rate: Optimizer steps per second; None if unknown.
         latest: Latest values by tag.
     """
@@ -151,7 +155,10 @@ class View:
     latest: Mapping[str, float]
 
     def values(self, room: float = math.inf) -> str:
-        """Return the latest values and the speed. Leave out the last values if all need more than `room` columns."""
+        """Return the latest values and the speed as text of at most `room` columns.
+
+        If the text is too long, the last values are left out.
+        """
         speed = (
             []
             if self.rate is None
@@ -167,7 +174,7 @@ class View:
 
 
 class Lines:
-    """A display that writes a line after each epoch and validation, but not several within a few seconds."""
+    """Progress display that writes a line after each epoch and validation. Lines are at least LINE_SECONDS apart."""
 
     def __init__(self, *, is_printing: bool = True) -> None:
         self._is_printing = is_printing
@@ -179,7 +186,7 @@ class Lines:
             self.milestone(view)
 
     def milestone(self, view: View) -> None:
-        """Show the view at the end of an epoch or of a validation."""
+        """Show the view at the end of an epoch or a validation."""
         self._waiting = view
         if time.monotonic() - self._written >= LINE_SECONDS:
             self._write(view)
@@ -196,7 +203,7 @@ class Lines:
 
 
 class Bar(Lines):
-    """A display that draws a bar over the batches of an epoch or of an evaluation, and logs lines."""
+    """Progress display that draws a bar over the batches of an epoch or an evaluation, and writes lines to the log."""
 
     def __init__(self) -> None:
         super().__init__(is_printing=False)
@@ -249,7 +256,7 @@ def _new_bar() -> RichProgress:
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
         console=Console(highlight=False),
-        # rich's thread would take turns with the training for the interpreter.
+        # No refresh thread, because it would compete with training for the interpreter.
         auto_refresh=False,
     )
     bar.add_task("", total=None, values="")
@@ -258,9 +265,9 @@ def _new_bar() -> RichProgress:
 
 
 class Progress(Callback):
-    """A callback that shows the run on a display, at most four times a second.
+    """Callback that shows the run's progress on a display, at most four times per second.
 
-    If the display fails, the run continues without it.
+    If the display raises an error, the run continues without the display.
     """
 
     def __init__(self, display: Lines) -> None:
@@ -269,7 +276,7 @@ class Progress(Callback):
         self._latest: Callable[[], dict[str, float]] = dict
         self._shown = 0.0
         self._rate: float | None = None
-        # The step and the time of the last measurement, without the time of validations since then.
+        # Step and time of the last speed measurement. The time is shifted by the duration of later validations.
         self._step, self._measured = 0, 0.0
         self._validating_since = 0.0
 
@@ -306,7 +313,7 @@ class Progress(Callback):
         self._measured += time.monotonic() - self._validating_since
         if trainer.state.fn == "validate":
             self._show("close")
-        # An epoch that ends with this validation shows a line later.
+        # If the epoch ends with this validation, the end of the epoch shows the line.
         elif trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
             self._show("milestone", self._view(trainer))
 
@@ -331,20 +338,25 @@ class Progress(Callback):
         self._show("close")
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether to refresh the display, and measure the speed if so."""
+        """Return whether to refresh the display. If so, also measure the speed."""
         now = time.monotonic()
         if now - self._shown < REFRESH_SECONDS:
             return False
         self._shown = now
         step = trainer.global_step
-        # If no step has ended since, the last speed holds.
+        # If no step has ended since the last measurement, the last speed stays valid.
         if step > self._step and now > self._measured:
             self._rate = (step - self._step) / (now - self._measured)
             self._measured, self._step = now, step
         return True
 
     def _view(self, trainer: Trainer, *, evaluated: int | None = None) -> View:
-        """Return the view to show. evaluated: batches done outside of training."""
+        """Return the view of the current progress.
+
+        Args:
+            trainer: The Trainer.
+            evaluated: Completed batches of an evaluation. None during training.
+        """
         if evaluated is None:
             epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
             # At the end of the last epoch, Lightning has counted one more.

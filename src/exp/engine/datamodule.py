@@ -1,4 +1,4 @@
-"""A LightningDataModule for exp's data, whose training batches start at the position of the run."""
+"""LightningDataModule for exp's data. Its training batches start at the run's position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ NO_BATCH = Batch(data=None, size=1, global_size=1, world_size=1)
 
 
 class RunTrainer(Trainer):
-    """Lightning's Trainer with types of attributes that its connectors set. For type checkers; never constructed."""
+    """Lightning's Trainer, with types for attributes that Lightning sets outside of the class.
+
+    Only type checkers use this class. It is never constructed.
+    """
 
     callbacks: list[Callback]
     datamodule: RunData
@@ -36,21 +39,21 @@ class RunTrainer(Trainer):
 
 
 class StagedData(LightningDataModule):
-    """A LightningDataModule with the loaders of this rank.
+    """LightningDataModule that returns the loaders of this rank.
 
     Args:
         data: Data of the run.
-        rank: Number of this rank's share of each global batch. Ranks of one model have the same share.
-        world_size: Number of shares.
+        rank: Index of this rank's part of each global batch. Ranks that split one model use the same part. Default: 0.
+        world_size: Number of parts of each global batch. Default: 1.
 
     Attributes:
-        seconds_waited: Seconds for which training has waited for batches in this process.
-        ahead: The iterator that returned the last training batch.
+        seconds_waited: Total seconds for which training has waited for batches in this process.
+        ahead: Iterator that returned the last training batch.
     """
 
     ahead: Ahead
 
-    # Lightning's attribute, which is set whenever Lightning asks for a loader.
+    # Lightning sets this attribute before it requests a loader.
     trainer: Trainer
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
@@ -61,32 +64,32 @@ class StagedData(LightningDataModule):
         self.seconds_waited = 0.0
 
     def setup(self, stage: str) -> None:
-        """Disable validation if the data has no validation split; Lightning would ask for its loader."""
+        """Disable validation if the data has no validation split. Otherwise, Lightning would request its loader."""
         if "val" not in self.data.stages:
             self.trainer.limit_val_batches = 0
 
     @property
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Names of the classes by target."""
+        """Names of the classes, by target."""
         return class_names(self.data.part(self.data.stages[0]), self.data.fitted)
 
     def batches(self, stage: Stage) -> int | None:
-        """Return the number of global batches of an epoch; None for a stream of unknown length."""
+        """Return the number of global batches per epoch; None for a stream of unknown length."""
         try:
             return len(self._loader(stage))
         except TypeError:
             return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was fitted on the training split. Lightning saves it under the name of this class."""
+        """Return the values fitted on the training split. Lightning saves them under the name of this class."""
         return dict(self.data.fitted)
 
     def train_dataloader(self) -> Batches:
         """Return the training batches.
 
         Raises:
-            RunError: There is no batch.
-            ConfigError: An epoch is too short for `trainer.val_check_interval`.
+            RunError: The training split has no batch.
+            ConfigError: An epoch has fewer batches than `trainer.val_check_interval`.
         """
         batches = self.batches("train")
         if batches == 0:
@@ -104,7 +107,7 @@ class StagedData(LightningDataModule):
         return self._make_batches("test")
 
     def predict_dataloader(self) -> Batches:
-        """Return the test split, which is used for predictions."""
+        """Return the batches of the test split, because predictions use the test split."""
         return self._make_batches("test")
 
     def teardown(self, stage: str) -> None:
@@ -127,20 +130,20 @@ class StagedData(LightningDataModule):
 
 
 class RunData(StagedData):
-    """The data of a run with exp's training module, as Batch objects."""
+    """Data module of a run with exp's TrainingModule. Its batches are Batch objects."""
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return place_batch(batch, device)
 
 
 class PlainData(StagedData):
-    """The data of a run with a user's LightningModule: batches as the data set returns them, without a Batch.
+    """Data module of a run with a user's LightningModule. Its batches are what the data set returns, not Batch objects.
 
-    The module or Lightning moves the batches.
+    The module or Lightning moves the batches to the device.
 
     Attributes:
-        shares: Share of each recent training batch by its number, without data.
-        current: Share of the current batch.
+        shares: Sizes of recent training batches on this rank, as Batch objects without data, by batch number.
+        current: Batch object of the current batch.
     """
 
     def __init__(self, *, data: Data, rank: int = 0, world_size: int = 1) -> None:
@@ -149,7 +152,7 @@ class PlainData(StagedData):
         self.current = NO_BATCH
 
     def begin(self, batch: Any, batch_idx: int) -> Batch:
-        """Begin a training batch, and return its share."""
+        """Begin a training batch, and return it as a Batch object."""
         self.current = self.shares[batch_idx].with_data(batch)
         return self.current
 
@@ -160,12 +163,15 @@ class PlainData(StagedData):
 
 
 def place_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device. On CPU it is the same object, which Lightning's function would copy."""
+    """Return the batch on a device. On a CPU this is the same object; Lightning's function would copy it."""
     return batch if device.type == "cpu" else batch.with_data(move_tensors(batch.data, device))
 
 
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return what the run of a checkpoint fitted on its training split; None if the checkpoint has no such entry.
+    """Return the values that a run fitted on its training split, read from its checkpoint.
+
+    Returns:
+        Fitted values by name; None if the checkpoint has no such entry.
 
     Raises:
         RunError: The file is missing or damaged.
@@ -176,12 +182,12 @@ def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 class Batches:
-    """The batches of one stage. A training iterator starts at the position of the Trainer.
+    """Batches of one stage. A training iterator starts at the Trainer's position.
 
-    The position is not counted here, because Lightning creates iterators that it does not use.
+    The position is read from the Trainer, because Lightning creates iterators that it does not use.
 
     Attributes:
-        ahead: The training iterator that was created last.
+        ahead: Training iterator that was created last.
     """
 
     def __init__(self, make: Callable[[], Loader], *, stage: Stage, module: StagedData) -> None:
@@ -196,10 +202,10 @@ class Batches:
         return self._loader
 
     def release(self) -> None:
-        """Free the loader, so that its workers end.
+        """Delete the reference to the loader, so that its worker processes end.
 
-        Lightning keeps this object as long as the Trainer. Workers that ignore signals would block the interpreter's
-        exit.
+        Lightning keeps this object as long as the Trainer exists. Workers that ignore signals would block the
+        interpreter's exit.
         """
         self._loader = self.ahead = None
 
@@ -212,7 +218,12 @@ class Batches:
         return self.ahead
 
     def _transform(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
-        """Return the batches from a position (epoch, batch) on, after transforms that run on the device."""
+        """Return the batches after the transforms that run on the device.
+
+        Args:
+            batches: Batches of the loader.
+            position: Epoch, and number of the first batch in the epoch.
+        """
         if not self._module.data.transforms_batches(self._stage):
             return batches
         return self._on_device(batches, *position)
@@ -228,7 +239,10 @@ class Batches:
         return len(self.loader)
 
     def state_dict(self) -> dict[str, object]:
-        """Return no state: the run has the position. Lightning takes loaders with this method as resumable."""
+        """Return an empty state, because the run's checkpoint has the position.
+
+        Lightning treats loaders with this method as resumable.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -236,7 +250,7 @@ class Batches:
 
 
 class PlainBatches(Batches):
-    """Batches that return only their data. PlainData keeps the shares of training batches."""
+    """Batches of a PlainData module. Iterating returns only the data; PlainData.shares receives the sizes."""
 
     def __iter__(self) -> Iterator[Any]:
         module = self._module
@@ -244,25 +258,25 @@ class PlainBatches(Batches):
         start = next_batch(module.trainer)[1] if self._stage == "train" else 0
         for number, batch in enumerate(super().__iter__(), start):
             if self._stage == "train":
-                # Lightning reads one batch of a stream in advance.
+                # Lightning reads one batch of a stream ahead.
                 module.shares.pop(number - 2, None)
                 module.shares[number] = batch.with_data(None)
             yield batch.data
 
 
 class Ahead(Iterator[Batch]):
-    """An iterator over training batches that can read the micro-batches of a step in advance."""
+    """Iterator over training batches that can read the micro-batches of an optimizer step in advance."""
 
     def __init__(self, batches: Iterator[Batch], loader: Loader, module: StagedData, position: tuple[int, int]) -> None:
         self._batches, self._module, self._sampler = batches, module, loader.sampler
         self._epoch, self._next = position
-        # Batches from number `_first` on: not returned yet, or micro-batches of the current step.
+        # Batches from number `_first`: not yet returned, or micro-batches of the current step.
         self._read: deque[Batch] = deque()
         self._first = self._next
 
     def __next__(self) -> Batch:
         self._module.ahead = self
-        # Lightning reads one batch of a stream in advance.
+        # Lightning reads one batch of a stream ahead.
         while self._read and self._first < self._next - (self._sampler is None):
             self._read.popleft()
             self._first += 1
@@ -274,12 +288,13 @@ class Ahead(Iterator[Batch]):
         return self._read[self._next - 1 - self._first]
 
     def micro_batches(self, start: int, stop: int, *, with_data: bool) -> Sequence[Batch]:
-        """Return this rank's shares of the batches `start` to `stop - 1`, or to the end of the data.
+        """Return this rank's parts of the batches `start` to `stop - 1`. The list is shorter if the data ends before
+        `stop`.
 
         Args:
             start: Number of the current training batch.
-            stop: Number after the last batch.
-            with_data: Whether the shares need their data.
+            stop: Number of the last batch plus 1.
+            with_data: Whether the returned batches need their data. If false, only their sizes are set.
         """
         if self._sampler is not None and not with_data:
             ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)

@@ -1,7 +1,8 @@
-"""An exponential moving average of the weights, which validation, tests and checkpoints use.
+"""Exponential moving average of the weights, which validation, tests and checkpoints use.
 
-Lightning 2.6 has EMAWeightAveraging. With it, `trainer.test(ckpt_path="best")` after fit loads weights that are not
-averaged, and it deep-copies the whole LightningModule with everything that hooks attach to it.
+Lightning 2.6 has EMAWeightAveraging. This callback replaces it for two reasons. With EMAWeightAveraging,
+`trainer.test(ckpt_path="best")` after fit loads weights that are not averaged. It also deep-copies the whole
+LightningModule, including all objects that hooks attach to the module.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ Result = TypeVar("Result")
 
 
 class ExponentialMovingAverage(Callback):
-    """Averages the weights: every update sets `average = decay * average + (1 - decay) * weights`.
+    """Callback that averages the weights: an update sets `average = decay * average + (1 - decay) * weights`.
 
-    The first update copies the weights. Frozen parameters are copied at every update. Buffers, such as the statistics
-    of BatchNorm, are not averaged. A step that is skipped because a gradient is not finite does not count. Averages of
-    half-precision weights are float32, because one update is soon smaller than the last digit of bfloat16.
-    Validation within fit, the `state_dict` of checkpoints and the module after fit hold the averages. Training uses
-    the weights, and a resumed run restores both.
+    The first update copies the weights. Every update copies frozen parameters. Buffers, such as the statistics of
+    BatchNorm, are not averaged. Steps that the optimizer skips because a gradient is not finite do not count. Averages
+    of half-precision weights are float32, because an update is often smaller than the precision of bfloat16.
+
+    The averages are used by validation within fit, in the `state_dict` of checkpoints, and in the module after fit.
+    Training uses the weights. A resumed run restores averages and weights.
 
     Args:
         decay: Weight of the old average. Default: 0.999.
         every_n_steps: Optimizer steps between two updates. Default: 1.
         start_step: Optimizer step of the first update, counted from 1. Default: 1.
-        warmup: Use min(decay, (1 + n) / (10 + n)) after n updates, so that the first weights of a short run are
-            forgotten. TensorFlow's ExponentialMovingAverage has the same rule. Default: True.
+        warmup: Whether to use min(decay, (1 + n) / (10 + n)) as the decay after n updates. This reduces the influence
+            of the first weights in a short run. TensorFlow's ExponentialMovingAverage has the same rule. Default: True.
     """
 
     # Strategies read this attribute of every callback.
@@ -66,11 +68,11 @@ class ExponentialMovingAverage(Callback):
         self._current: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Restored before the strategy moved the module to its device; and fit may be called again.
+        # The checkpoint was loaded before the strategy moved the module to its device. Also, fit may be called again.
         self._swap_out(pl_module)
         own = _tensors(pl_module)
         if isinstance(trainer.strategy, WholeState):
-            # A checkpoint holds whole tensors; the strategy has placed the network only now.
+            # A checkpoint has whole tensors. The strategy has split the network only at this point.
             self.average = trainer.strategy.parts_of(self.average, own)
         self.average = {name: tensor.to(own[name].device) for name, tensor in self.average.items()}
 
@@ -158,7 +160,7 @@ class ExponentialMovingAverage(Callback):
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
-        """Copy the averages into the module and keep the weights."""
+        """Copy the averages into the module. Keep the weights in `_current`."""
         if self.average and not self._current:
             own = _tensors(module)
             self._current = {name: tensor.detach().clone() for name, tensor in own.items()}
@@ -171,7 +173,7 @@ class ExponentialMovingAverage(Callback):
 
 
 def _tensors(module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters by name. Tied parameters are under each of their names."""
+    """Return the parameters by name. A tied parameter is listed under each of its names."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward may have left whole tensors instead of shards
@@ -179,7 +181,9 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 
 class _Holder(nn.Module):
-    """A module around another one, so that functional_call can run any function on it."""
+    """Wrapper module whose forward calls a function with the wrapped module, so that functional_call supports any
+    function.
+    """
 
     def __init__(self, held: LightningModule) -> None:
         super().__init__()
@@ -192,9 +196,10 @@ class _Holder(nn.Module):
 def _with(
     tensors: Mapping[str, Tensor], module: LightningModule, function: Callable[[LightningModule], Result]
 ) -> Result:
-    """Return function(module), with other tensors, which may have another dtype, in place of the parameters.
+    """Return `function(module)`, computed with `tensors` instead of the module's parameters.
 
-    Assigning to `parameter.data` instead would reset the gradient accumulator, which has the hooks of DDP.
+    The tensors may have another dtype. Assigning to `parameter.data` would reset the gradient accumulator, to which DDP
+    attaches its hooks.
     """
     named = {f"held.{name}": tensor for name, tensor in tensors.items()}
     result: Result = functional_call(_Holder(module), named, (function,), tie_weights=False)
@@ -202,7 +207,7 @@ def _with(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Copy a tensor; half precision becomes float32."""
+    """Return a copy of a tensor, converted to float32 if it has half precision."""
     half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if half else tensor.clone()
 

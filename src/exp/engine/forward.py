@@ -1,4 +1,4 @@
-"""Call the network with a batch, and name the values for terms, metrics and hooks."""
+"""Functions that run the network on a batch and name the values for terms, metrics and hooks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from exp.objectives.passes import Passes
 from exp.objectives.term import TWICE
 from exp.shared_types import INPUT
 
-# Values of a forward by name.
+# Values of one forward by name.
 Values = Mapping[str, Any]
-# Returns a network's output for its inputs: the network, or a callable that replaces it.
+# Callable that returns a network's output for its inputs: the network, or a replacement of it.
 Runner = Callable[..., Any]
-# Returns the values by name, from a runner and the data of a batch.
+# Function that returns the values of one forward by name, given a Runner and the data of a batch.
 Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
 def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forward:
     """Return a function that runs one forward and names its values.
 
-    The values are the entries of the batch (`input` and `target` if they have no names), the outputs that the network
-    names (nested.named_parts), and `output`, which is the whole output unless the network names one so.
+    The names are:
+      - the entries of the batch: `input` and `target` if the batch has no names;
+      - the outputs that the network names (see nested.named_parts);
+      - `output`: the whole output, unless the network uses this name for one of its outputs.
 
     Args:
         network: The network.
-        inputs: Names of the inputs of the data; see network_call.
+        inputs: Names of the data's inputs; see network_call. Default: input.
     """
     call = network_call(network, inputs)
 
@@ -54,7 +56,7 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
 
 
 def named_values(data: Any) -> dict[str, Any]:
-    """Return the values of a batch by name. Without names they are `input`, and `target` if there is one."""
+    """Return the values of a batch by name. Values without names become `input` and, if present, `target`."""
     if isinstance(data, Mapping):
         return dict(data)
     if type(data) in (tuple, list) and len(data) == 2:
@@ -79,16 +81,16 @@ def make_passes(
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
-    """Return the passes of one step. Call it inside `enable_needs`, under the autocast of the step.
+    """Return the Passes object of one step. Call this function inside `enable_needs`, under the autocast of the step.
 
     Args:
         needs: Needs of the objective, or of the terms of one phase.
         network: The network.
-        run: See Passes.
+        run: Function that runs one forward; see Passes.
         data: Data of the batch.
-        inputs: Names of the inputs of the data.
-        runner: See Passes.
-        loss_scale: See Passes.
+        inputs: Names of the data's inputs. Default: input.
+        runner: Callable used instead of the network; see Passes. Default: None.
+        loss_scale: Loss scale of the precision; see Passes. Default: None.
     """
     return Passes(
         network=network,
@@ -103,10 +105,10 @@ def make_passes(
 
 @contextmanager
 def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
-    """Enable gradients around the forward and objective of a step, also in evaluation.
+    """Return a context that enables gradients for the forward and the objective of a step, even in evaluation.
 
-    For second derivatives, attention and recurrent layers run with plain kernels. The kernels of attention, oneDNN
-    and cuDNN have no derivative of their backward.
+    For second derivatives, attention and recurrent layers use plain kernels. The fused kernels of attention, oneDNN and
+    cuDNN do not support the derivative of their backward.
     """
     with as_needed(needs, network), ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -120,7 +122,10 @@ def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 
 def _outside_inference(data: Nested) -> Nested:
-    """Return data with copies of inference tensors, which gradients cannot pass. Evaluation reads its batches so."""
+    """Return the data with inference tensors cloned, because autograd does not support inference tensors.
+
+    Evaluation reads its batches in inference mode.
+    """
     return map_tensors(data, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 

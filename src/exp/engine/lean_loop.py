@@ -1,21 +1,20 @@
-"""Replacements for Lightning's private loops of fit that run several batches in one call.
+"""Loops that replace Lightning's private loops of fit and run several batches in one call.
 
-Lightning's own loop                                here
+Lightning's own loop                                this module
     for each batch: done? validate? stop?               for each execution: done? validate? stop?
-        a fetch through three iterators                     for each batch of it
-        every hook of every callback                            fetch
-        closure in closure in optimizer.step                    only overridden hooks, in lists made once an execution
+        fetch through three iterators                       for each batch of the execution
+        call every hook of every callback                       fetch
+        closure in closure in optimizer.step                    call only overridden hooks, listed once per execution
         results of self.log, which are always empty             forward, backward, clipping, optimizer, schedule
 
-Counters, hooks and their order are Lightning's at each point that callbacks see. An execution ends before each task
-of the outer loop: a validation, the end of an epoch, a stop. It looks up all parts again, because callbacks may have
-changed them since the last one. That takes tens of microseconds; an iteration of Lightning's loop takes half a
-millisecond.
+An execution is one call of `advance`. Counters, hooks and their order equal Lightning's whenever a callback reads them.
+An execution ends before each task of the outer loop: a validation, the end of an epoch, a stop. At its start, it looks
+up all parts again, because callbacks may have changed them. The lookup takes tens of microseconds; one iteration of
+Lightning's loop takes half a millisecond.
 
-docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning.
-Private names of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_has_run` and
-`_seen_batches_per_dataloader`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx` and
-`_should_check_val_epoch`; `_DataFetcher`.
+docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning. Private
+names of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_has_run` and `_seen_batches_per_dataloader`;
+`_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx` and `_should_check_val_epoch`; `_DataFetcher`.
 """
 
 from __future__ import annotations
@@ -61,12 +60,17 @@ TRAINING_HOOKS = (
 )
 VALIDATION_HOOKS = ("on_validation_batch_start", "on_validation_batch_end")
 NEED = "one_step_a_call"
-# Length of an execution without steps_per_execution. Lightning's part of an execution is half a millisecond.
+# Duration of an execution if steps_per_execution is not set. Lightning needs half a millisecond per execution.
 EXECUTION_SECONDS = 0.1
 
 
 def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) -> None:
-    """Replace the loops of the Trainer by LeanEpochLoop and LeanValidationLoop. Call it before fit."""
+    """Replace the Trainer's loops by LeanEpochLoop and LeanValidationLoop. Call this function before fit.
+
+    Args:
+        trainer: The Trainer.
+        steps_per_execution: Batches per call; see LeanEpochLoop.
+    """
     own = trainer.fit_loop.epoch_loop
     lean = LeanEpochLoop(
         trainer, steps_per_execution=steps_per_execution, min_steps=own.min_steps, max_steps=own.max_steps
@@ -77,13 +81,16 @@ def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) ->
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
-    """A training epoch loop that runs several batches in one call of `advance`.
+    """Training epoch loop that runs several batches in one call of `advance`.
 
-    If a callback or another part needs Lightning's own loop, the log says so.
+    If a callback or another part needs Lightning's own loop, that loop runs and the log states the reason.
 
     Args:
-        steps_per_execution: Batches in one call. None runs batches for a tenth of a second, at least one. 1 is
+        trainer: The Trainer.
+        steps_per_execution: Batches per call. None runs batches for a tenth of a second, at least one batch. 1 uses
             Lightning's own loop.
+        min_steps: Minimum optimizer steps of Lightning's loop.
+        max_steps: Maximum optimizer steps of Lightning's loop.
     """
 
     trainer: RunTrainer
@@ -106,7 +113,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self._one_by_one = self.steps_per_execution == 1
 
     def _find_step(self) -> LeanStep | None:
-        """Return the step of this execution; None if Lightning's own loop has to run the rest of the epoch."""
+        """Return the LeanStep for this execution; None if Lightning's own loop must run the rest of the epoch."""
         if self._one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
@@ -126,7 +133,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         try:
             self._advance(data_fetcher)
         except StopIteration as error:
-            # Lightning would take a StopIteration of the user's code for the end of the data.
+            # Lightning would treat a StopIteration of the user's code as the end of the data.
             if user_frames(error):
                 raise UserCodeError.of(error, what="a step of training") from error
             raise
@@ -146,7 +153,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             left -= 1
             if left <= 0 or self._is_wanted_outside() or (ends is not None and time.monotonic() >= ends):
                 return
-            # The tasks of on_advance_end if no validation is due.
+            # The same tasks as in on_advance_end when no validation is due.
             if lean.plateau_by_step:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             if not lean.accumulates:
@@ -182,7 +189,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self.scheduler_progress.increment_completed()
 
     def _is_wanted_outside(self) -> bool:
-        """Return whether the outer loop may have a task after this batch."""
+        """Return whether the outer loop may have a task after this batch, such as a stop or the end of the epoch."""
         trainer, progress = self.trainer, self.batch_progress
         return (
             trainer.should_stop
@@ -193,7 +200,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         )
 
     def _batches_to_validation(self) -> float:
-        """Return the number of batches before the next check for a validation within the epoch."""
+        """Return the number of batches until Lightning next checks whether to validate within the epoch."""
         trainer = self.trainer
         if not self._should_check_val_epoch():
             return float("inf")
@@ -211,10 +218,10 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 
 class LeanValidationLoop(_EvaluationLoop):
-    """A validation loop of fit that calls only overridden hooks and reads no results of self.log.
+    """Validation loop of fit that calls only overridden hooks and collects no results of self.log.
 
-    Counters, limits, hooks and their order are Lightning's. If a callback of another package overrides a batch hook of
-    validation, or there are several loaders, the loop is Lightning's.
+    Counters, limits, hooks and their order equal Lightning's. Lightning's own loop runs in two cases: a callback of
+    another package overrides a batch hook of validation, or there are several loaders.
     """
 
     trainer: RunTrainer
@@ -233,7 +240,7 @@ class LeanValidationLoop(_EvaluationLoop):
     def on_run_start(self) -> None:
         self._is_lean = False
         super().on_run_start()
-        # After the hooks, which may change any part.
+        # Checked after the hooks of the start, because they may change any part.
         self._is_lean = not any(self._reasons())
         if self._is_lean:
             trainer, module = self.trainer, self.trainer.lightning_module
@@ -275,9 +282,10 @@ class LeanValidationLoop(_EvaluationLoop):
 
 
 def report_stop_iterations(callbacks: Iterable[Callback]) -> None:
-    """Make a StopIteration in a hook of a callback end the run as an error.
+    """Wrap the callbacks' hooks so that a StopIteration raised in a hook ends the run with an error.
 
-    Lightning's loops would take it for the end of the data. `LeanEpochLoop.advance` covers the hooks of a step.
+    Lightning's loops would treat a StopIteration as the end of the data. `LeanEpochLoop.advance` covers the hooks of a
+    step.
     """
     for callback in callbacks:
         for name in dir(Callback):
@@ -296,10 +304,7 @@ def _call_hook(
 
 
 def make_fetcher(fetcher: _DataFetcher) -> Callable[[], Batch]:
-    """Return a function that fetches the next training batch.
-
-    Raises StopIteration at the end of the data.
-    """
+    """Return a function that fetches the next training batch. It raises StopIteration at the end of the data."""
     loaders = fetcher.combined_loader.flattened
     length, batches = fetcher.length, loaders[0]
     if length is None or len(loaders) != 1 or not isinstance(batches, Batches) or batches.ahead is None:
@@ -319,7 +324,7 @@ def make_fetcher(fetcher: _DataFetcher) -> Callable[[], Batch]:
 
 
 def make_placer(trainer: RunTrainer) -> Callable[[Batch], Batch]:
-    """Return a function that converts a batch to the precision's dtype and moves it to the device."""
+    """Return a function that converts a batch to the dtype of the precision and moves it to the device."""
     device, precision = trainer.strategy.root_device, trainer.precision_plugin
     moves = functools.partial(trainer.datamodule.transfer_batch_to_device, device=device, dataloader_idx=0)
     to_device: Callable[[Batch], Batch] | None = None if device.type == "cpu" else moves
@@ -334,34 +339,42 @@ def make_placer(trainer: RunTrainer) -> Callable[[Batch], Batch]:
 
 
 def find_override(owner: object, base: type, name: str) -> Callable[..., Any] | None:
-    """Return a hook that the owner or its class overrides; None if neither does."""
+    """Return the owner's hook if the owner or its class overrides it; None otherwise.
+
+    Args:
+        owner: Callback or module.
+        base: Class of Lightning that defines the hook.
+        name: Name of the hook.
+    """
     found: Callable[..., Any] = getattr(owner, name)
     return None if name not in vars(owner) and getattr(type(owner), name) is getattr(base, name) else found
 
 
 def acting(trainer: RunTrainer, name: str) -> list[Callable[..., Any]]:
-    """Return the overridden hooks of one name, in the order of the callbacks."""
+    """Return the overridden hooks with this name, in the order of the callbacks."""
     found = (find_override(callback, Callback, name) for callback in trainer.callbacks)
     return [hook for hook in found if hook is not None]
 
 
 class LeanStep:
-    """The parts of a step, looked up once an execution. Parts that do nothing are left out.
+    """Parts of a training step, looked up once per execution. Parts that do nothing are left out.
 
-    place the batch                          on the device, if the strategy would do so
+    place the batch                          on the device, if the strategy would also do so
     training_step                            under the precision's forward context
-    zero_grad                                at the first batch of a window; before the training_step if no hook acts
-    scale, backward                          overridden on_before_backward, on_after_backward
+    zero_grad                                at the first batch of a window; before training_step if no hook reads
+    gradients
+    scale, backward                          with overridden on_before_backward and on_after_backward
     at a window's last batch:
-        unscale; overridden on_before_optimizer_step; clipping; optimizer step; the scale's update
+        unscale; overridden on_before_optimizer_step; clipping; optimizer step; update of the loss scale
 
-    If a strategy, a module or an optimizer overrides one of these, its method is called as Lightning would call it.
+    A window is the batches of one optimizer step. If a strategy, a module or an optimizer overrides one of these parts,
+    its method is called as Lightning calls it.
 
     Attributes:
-        accumulates: Whether the last batch was not the last one of its window.
-        batches: Batches of the epoch; infinite if the number is unknown.
-        schedules: Schedules that step after each optimizer step.
-        plateau_by_step: Whether a schedule on plateau does so, too.
+        accumulates: True if the last batch was not the last batch of its window.
+        batches: Number of batches per epoch; infinite if unknown.
+        schedules: Schedules that step after each optimizer step, except ReduceLROnPlateau.
+        plateau_by_step: True if a ReduceLROnPlateau schedule steps after each optimizer step.
     """
 
     def __init__(self, loop: LeanEpochLoop) -> None:
@@ -395,12 +408,12 @@ class LeanStep:
         self._window = trainer.accumulate_grad_batches
 
     def run(self, batch: Batch, batch_idx: int, *, is_last: bool) -> None:
-        """Run forward and backward, and at the end of a window the optimizer step.
+        """Run forward and backward. At the last batch of a window, also run the optimizer step.
 
         Args:
             batch: The batch.
             batch_idx: Number of the batch in the epoch.
-            is_last: Whether it is the last batch of the epoch.
+            is_last: Whether the batch is the last one of the epoch.
         """
         self._batch: Any = batch
         self._batch_idx = batch_idx
@@ -419,7 +432,7 @@ class LeanStep:
     def _choose_forward(self) -> None:
         strategy, precision = self._strategy, self._precision
         self.place = make_placer(self.trainer)
-        # Makes a context for each batch; None instead of a context that does nothing.
+        # Function that makes a context for each batch; None if the context would do nothing.
         self._context: Callable[[], AbstractContextManager[Any]] | None = None
         self._forward: Callable[[Batch, int], Any] = strategy.training_step
         if type(strategy).training_step is LightningStrategy.training_step and strategy.model is self.module:
@@ -431,7 +444,7 @@ class LeanStep:
         self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
 
     def _forward_through_wrapper(self, batch: Batch, batch_idx: int) -> Any:
-        """Call DistributedDataParallel, which calls the module's forward, here replaced by the training step."""
+        """Call DistributedDataParallel. It calls the module's forward, which this method replaces by training_step."""
         own, wrapper = vars(self.module), self._strategy.model
         assert wrapper is not None
         own["forward"] = self.module.training_step
@@ -445,8 +458,9 @@ class LeanStep:
         self._is_backward_plain = kind.backward is LightningStrategy.backward
         self._module_backward = find_override(self.module, LightningModule, "backward")
         self._zero_grad = find_override(self.module, LightningModule, "optimizer_zero_grad")
-        # Gradients are dropped before the forward if no hook reads them, so that they do not add to the peak of the
-        # activations. With them, a GPT of 86 million parameters on an H100 needed 3 to 6 percent more at its peak.
+        # If no hook reads gradients, they are deleted before the forward, so that they add nothing to the peak of the
+        # activations. Otherwise a GPT of 86 million parameters on an H100 needed 3 to 6 percent more memory at its
+        # peak.
         self._dropped: list[Tensor] | None = None
         is_plain = self._zero_grad is None and type(self._optimizer).zero_grad is Optimizer.zero_grad
         if is_plain and not self._before_zero_grad:
@@ -462,7 +476,7 @@ class LeanStep:
             and kind is not LBFGS
         )
         self._update = self._update_directly if is_direct else self._update_by_closure
-        # The scaler takes steps that may be skipped.
+        # If steps may be skipped, the loss scaler runs the optimizer step.
         self._step_unscaled = DirectStep(optimizer) if is_direct and not self._precision.skips else None
         clipping = type(self.module).configure_gradient_clipping
         self._clips = bool(self.trainer.gradient_clip_val) or clipping is not TrainingModule.configure_gradient_clipping
@@ -470,7 +484,7 @@ class LeanStep:
     # --- the step ---
 
     def _compute(self) -> Tensor:
-        """Run the tasks of Lightning's closure: forward, zero_grad, backward. Return the loss, detached."""
+        """Run forward, zero_grad and backward, as Lightning's closure does. Return the detached loss."""
         batch, batch_idx, window = self._batch, self._batch_idx, self._window
         is_first = batch_idx % window == 0
         if is_first and self._dropped is not None:
@@ -517,7 +531,7 @@ class LeanStep:
             hook(trainer, module)
 
     def _update_directly(self) -> None:
-        """Step without a closure. For optimizers that would call it once, at the beginning."""
+        """Run an optimizer step without a closure, for optimizers that would call the closure once at the start."""
         precision, optimizer = self._precision, self._optimizer
         self._compute()
         if self._step_unscaled is None:
@@ -545,16 +559,16 @@ class LeanStep:
 
 
 def _steps_plainly(strategy: LightningStrategy) -> bool:
-    """Return whether the strategy adds nothing to an optimizer's step."""
+    """Return whether the strategy runs the optimizer step unchanged."""
     own = type(strategy).optimizer_step
     if isinstance(strategy, WrapsModule):
         return strategy.is_plain
-    # exp's own strategies never use the averaging that Lightning's DDPStrategy adds on request.
+    # exp's own strategies never use the model averaging that Lightning's DDPStrategy adds on request.
     return own is LightningStrategy.optimizer_step or (is_own(strategy) and own is DDPStrategy.optimizer_step)
 
 
 def why_one_by_one(trainer: RunTrainer) -> str | None:
-    """Return why a run needs Lightning's own loop, in one line; None if it does not need it."""
+    """Return in one line why the run needs Lightning's own loop; None if it does not."""
     return "; ".join(_reasons(trainer)) or None
 
 
@@ -572,12 +586,12 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
 
 
 def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:
-    """Yield a sentence for each part of another package that may act at a batch.
+    """Yield a sentence for each part of another package that may act on a batch.
 
     Args:
         trainer: The Trainer.
         hooks: Names of batch hooks.
-        often: When the hooks are called, for the sentence.
+        often: Frequency of the hooks for the sentence, such as "at every step".
     """
     module = trainer.lightning_module
     owners: list[tuple[str, object, type]] = [
@@ -601,5 +615,5 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
 
 
 def is_own(part: object) -> bool:
-    """Return whether the class is exp's. A subclass in another package may do anything."""
+    """Return whether the object's class is defined in exp. Subclasses in other packages do not count."""
     return type(part).__module__.partition(".")[0] == "exp"

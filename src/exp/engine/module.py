@@ -1,4 +1,4 @@
-"""The LightningModule of a run: network, objective, metrics and optimizer.
+"""LightningModule of a run, with its network, objective, metrics and optimizer.
 
 Private names of Lightning (2.6.6), tested: `_current_fx_name`, `_on_before_batch_transfer`,
 `_apply_batch_transfer_handler` and `_trainer`; docs/engine.md lists them with their tests.
@@ -52,7 +52,15 @@ from exp.strategies.whole_state import local_part
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Micro-batches `start` to `stop - 1` of an epoch, which form one step, in an accumulation of `count`."""
+    """Micro-batches `start` to `stop - 1` of an epoch, which form one optimizer step.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        start: Number of the first micro-batch.
+        stop: Number of the last micro-batch plus 1.
+        count: Configured number of accumulated micro-batches.
+        weights: Divisors of the step.
+    """
 
     epoch: int
     start: int
@@ -62,7 +70,7 @@ class _Window:
 
 
 class StepDivisors:
-    """Adds to each micro-batch what the losses of its whole step divide by."""
+    """Source of the divisors by which a step's losses are divided, computed over all of its micro-batches."""
 
     def __init__(self, module: TrainingModule) -> None:
         self._module = module
@@ -73,7 +81,7 @@ class StepDivisors:
         self._window = None
 
     def of_batch(self, batch: Batch, batch_idx: int) -> Batch:
-        """Return a micro-batch with the divisors of its step. Every rank must call it at the first one of a step."""
+        """Return a micro-batch with the divisors of its step. Every rank must call it at a step's first micro-batch."""
         trainer, window = self._module.run_trainer, self._window
         epoch, count = trainer.current_epoch, trainer.accumulate_grad_batches
         if count == 1:
@@ -87,7 +95,11 @@ class StepDivisors:
         return batch.with_step(window.weights)
 
     def of_step(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
-        """Return all micro-batches of a step with its divisors. Every rank must call it."""
+        """Return all micro-batches of a step with the divisors of the step. Every rank must call this method.
+
+        Args:
+            window: Micro-batches with their numbers in the epoch.
+        """
         if len(window) == 1:
             return window
         weights = self._weights([batch for batch, _ in window])
@@ -107,35 +119,37 @@ class StepDivisors:
 
 
 class TrainingModule(LightningModule):
-    """A LightningModule whose training step is: reseed, forward, objective.
+    """LightningModule whose training step sets the random generators, runs the forward and computes the objective.
 
-    A step neither waits for the device nor logs. One exception: under a loss scale, a schedule with interval=step waits
-    to learn whether the optimizer skipped the step.
+    A step does not wait for the device and does not log. One exception: under a loss scale, a schedule with
+    interval=step waits, because it needs to know whether the optimizer skipped the step.
 
     Args:
-        optimization: Makes the optimizer and its schedule.
-        metrics: Metrics by name, as in the tag `<name>/<stage>`. Without names of values, they compare output and
-            target. Each stage has copies.
+        network: The network.
+        objective: Terms whose weighted sum is the loss.
+        optimization: Factory of the optimizer and its schedule.
+        metrics: Metrics by name, as in the tag `<name>/<stage>`. A metric without names of values compares `output` and
+            `target`. Each stage has its copies of the metrics.
         metric_stages: Stages in which the metrics are computed. Default: val and test.
-        seed: Seed of the run. Dropout and the like depend on (seed, rank, epoch, batch).
-        rank: Number of this process's share of each global batch.
-        limits: Limits of the run, for schedules that depend on its length.
-        inputs: Names of the inputs of the data.
+        seed: Seed of the run. Random layers such as dropout depend on (seed, rank, epoch, batch). Default: 0.
+        rank: Index of this process's part of each global batch. Default: 0.
+        limits: Limits of the run, for schedules that depend on the length of the run. Default: no limits.
+        inputs: Names of the data's inputs. Default: input.
 
     Attributes:
-        averages_gradients: Whether steps average gradients over ranks, so that ddp must not.
-        run_network: The callable that a step calls with the inputs. A strategy may replace it.
+        averages_gradients: True if the module averages gradients over ranks, so that DDP must not.
+        run_network: Callable that a step calls with the inputs. A strategy may replace it.
         last: Result of the last training step.
         saved: Description of the last good checkpoint.
-        observer: Observer of training and evaluation, which Recording sets.
-        divisors: Divisors of losses over accumulated micro-batches.
+        observer: Observer of training and evaluation; Recording sets it.
+        divisors: Divisors of the losses over accumulated micro-batches.
     """
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
     fixes = FIXES
     run_network: Runner
-    # Lightning's property `trainer` checks for None at each access, which costs time in every step.
+    # Lightning's property `trainer` checks for None at each access, which takes time in every step.
     _trainer: RunTrainer
 
     def __init__(
@@ -158,7 +172,7 @@ class TrainingModule(LightningModule):
         self.seed, self.rank = seed, rank
         self.limits = limits or Limits()
         self.last = NO_RESULT
-        # Recording clears it after the first evaluation of a step, because LBFGS evaluates a batch several times.
+        # False after the first evaluation of a step, because LBFGS evaluates a batch several times. Recording sets it.
         self.is_counting = True
         self.observer: StepObserver = UNOBSERVED
         measures = [as_scored(as_measure(name, metric), objective) for name, metric in (metrics or {}).items()]
@@ -175,7 +189,7 @@ class TrainingModule(LightningModule):
         self._train_values = self.values_of("train")
         self._by_design: Mapping[str, Kinds] = {}
         self.saved = "no checkpoint was saved before it"
-        # Not a submodule, because the state dict has the network once.
+        # Not a submodule, so that the state dict contains the network only once.
         self.__dict__["run_network"] = network
         self._run = forward_by_name(network, self.inputs)
         self._needs = objective.needs
@@ -183,15 +197,16 @@ class TrainingModule(LightningModule):
         self.divisors = StepDivisors(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets the name of the current hook forty times a step; nn.Module would look for parameters in it.
+        # Lightning sets this attribute forty times per step, and nn.Module.__setattr__ would search the parameters each
+        # time.
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def _on_before_batch_transfer(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        # Lightning's own method checks eight times a step which transfer hooks are overridden. Tested with 2.6.6: its
-        # strategies call these two methods for each batch, and no other code moves a batch.
+        # Lightning's own method checks eight times per step which transfer hooks are overridden. Tested with 2.6.6:
+        # Lightning's strategies call these two methods for each batch, and no other code moves a batch.
         return batch
 
     def _apply_batch_transfer_handler(
@@ -200,24 +215,24 @@ class TrainingModule(LightningModule):
         return self._trainer.datamodule.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
 
     def values_of(self, stage: Stage) -> EpochValues:
-        """Return the sums and metrics of one stage's epoch."""
+        """Return the loss sums and metrics of a stage's epoch."""
         values = self.epoch_values[f"{stage}_values"]
         assert isinstance(values, EpochValues)
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the objective of this rank's share of a batch, 0-d. Lightning divides it by the accumulation."""
+        """Return the objective on this rank's part of a batch, 0-d. Lightning divides it by the accumulated batches."""
         count = self._trainer.accumulate_grad_batches
         if count != 1:
             batch = self.divisors.of_batch(batch, batch_idx)
         values, loss, parts = self._share(batch, batch_idx)
         if self._is_weighed and self.is_counting:
             self._train_values.add(self.objective.own_means(batch))
-        # nn.Module's __setattr__ costs as much as a small operator.
+        # nn.Module.__setattr__ takes as long as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.measures and batch.size and self.is_counting:
             self._train_values.update_metrics(self._train_values.read(values))
-        # A short last step has fewer micro-batches than Lightning divides by.
+        # Lightning divides by the configured number of micro-batches, but the last step of an epoch may have fewer.
         own = count if batch.step is None else batch.step.micro_batches
         return loss if own == count else loss * (count / own)
 
@@ -226,7 +241,7 @@ class TrainingModule(LightningModule):
         return self._trainer
 
     def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Compute the values by name, the objective and its terms, without adding them to the epoch."""
+        """Return the values by name, the objective and its terms, without adding them to the epoch's sums."""
         reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx)
         observer = self.observer
         if observer.watches_forward:
@@ -248,12 +263,12 @@ class TrainingModule(LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> object:
-        """Return the output of the network for this rank's share of a batch."""
+        """Return the network's output for this rank's part of a batch."""
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage="test")
         return self._run(self.run_network, batch.data)["output"]
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule, if there is one, in Lightning's form."""
+        """Return the optimizer and, if configured, its schedule, in the format that Lightning expects."""
         steps, epochs = self.lengths()
         optimizer, schedule = self.optimization.make(self.network, total_steps=steps, total_epochs=epochs)
         if schedule is None:
@@ -265,30 +280,30 @@ class TrainingModule(LightningModule):
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds for which training has waited for batches in this process."""
+        """Total seconds for which training has waited for batches in this process."""
         return self._trainer.datamodule.seconds_waited
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Return optimizer steps and epochs of the whole run; None for a number without a limit."""
+        """Return the number of optimizer steps and of epochs of the whole run. An unlimited number is None."""
         trainer = self._trainer
         return total_steps(trainer, self.limits, trainer.datamodule.batches("train")), total_epochs(trainer)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip unscaled gradients over all ranks that hold parts of the model."""
+        """Clip unscaled gradients, jointly over all ranks that split the model."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strategy = self.trainer.strategy
         clip(parameters, value=gradient_clip_val, algorithm=gradient_clip_algorithm, strategy=strategy)
         self.observer.after_clipping()
 
     def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
-        """Step a schedule, unless the loss scale made the optimizer skip its step."""
+        """Step a schedule, unless the optimizer skipped its step because of the loss scale."""
         if metric is not None:
             scheduler.step(metric)
             return
         precision = self.trainer.precision_plugin
-        # The interval first, because `skipped` waits for the device.
+        # The interval is checked first, because `has_skipped` waits for the device.
         counts_steps = self.optimization.interval == "step"
         if not (counts_steps and isinstance(precision, RunPrecision) and precision.has_skipped(scheduler.optimizer)):
             scheduler.step()
@@ -304,12 +319,15 @@ class TrainingModule(LightningModule):
         checkpoint.update(self._train_values.state(self.trainer.strategy, with_losses=self._is_weighed))
 
     def restore_epoch(self, state: State) -> None:
-        """Restore the sums of the training epoch from a checkpoint."""
+        """Restore the sums and metrics of the training epoch from a checkpoint."""
         device, ranks = self._trainer.strategy.root_device, self._trainer.datamodule.world_size
         self._train_values.restore(state, device=device, rank=self.rank, ranks=ranks)
 
     def require_finite(self, state: State) -> None:
-        """Raise NonFiniteError if a checkpoint, or a state dict alone, is not finite. Every rank must call it."""
+        """Raise NonFiniteError if a checkpoint or a state dict contains unexpected non-finite numbers.
+
+        Every rank must call this method.
+        """
         require_finite(state, self._by_design, self._trainer, saved=self.saved)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
@@ -318,16 +336,21 @@ class TrainingModule(LightningModule):
             self.restore_epoch(checkpoint)
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
-        """Return the objective of a batch's data, 0-d and not weighted, with another callable as the network.
+        """Return the objective of a batch with `run_network` called instead of the network, 0-d and not weighted.
 
-        A compiled network runs uncompiled, because this call occurs once.
+        A compiled network runs uncompiled, because this method is called only once.
         """
         with run_uncompiled(self.network):
             loss: Tensor = self.objective(self._run(run_network, data))[0]
         return loss
 
     def scaled_loss(self, window: Window, place: int) -> Tensor:
-        """Return the scaled loss of a micro-batch of a window again, 0-d, with its graph."""
+        """Recompute the scaled loss of a window's micro-batch, and return it with its graph, 0-d.
+
+        Args:
+            window: Micro-batches of one optimizer step.
+            place: Index of the micro-batch in the window.
+        """
         trainer = self._trainer
         with trainer.precision_plugin.train_step_context():
             loss = self._share(*self.divisors.of_step(window.batches)[place])[1]
@@ -336,32 +359,32 @@ class TrainingModule(LightningModule):
         return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 
     def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
-        """Return the parameters that the step of a window changes, by name."""
+        """Return the parameters that the optimizer step of a window changes, by name."""
         return {name: one for name, one in self.network.named_parameters() if one.requires_grad}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
-        """Return each module that steps run, with the needs of the terms that read its output."""
+        """Return pairs of a module that steps run, and the needs of the terms that read the module's output."""
         return [(self.network, self.objective.needs)]
 
     def forward(self, *inputs: object, **named: object) -> object:
-        """Call the network."""
+        """Return the network's output."""
         return self.network(*inputs, **named)
 
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
-        # Always epoch 0, so that random layers are the same in each evaluation.
+        # Epoch 0 is used in each evaluation, so that random layers draw the same numbers every time.
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
-        # Means over the samples of this rank. Their weights over ranks are known after the last batch.
+        # Means over the samples of this rank. Their weights over all ranks are known only after the last batch.
         try:
             values, means = self._means(Batch(batch.data, batch.size, global_size=max(batch.size, 1), world_size=1))
             self._add(stage, values, means if batch.size else [])
         except StopIteration as error:
-            # Lightning would take it for the end of the data.
+            # Lightning would treat the StopIteration as the end of the data.
             raise UserCodeError.of(error, what=f"batch {batch_idx} of {stage}") from error
         if batch.size and not self._trainer.sanity_checking:
             self.observer.evaluated(stage, values)
 
     def _add(self, stage: Stage, values: Values, means: Sequence[Mean]) -> None:
-        """Add a batch to a stage's epoch. A stand-in batch has no means and adds nothing."""
+        """Add a batch to the sums and metrics of a stage's epoch. An empty batch has no means and adds nothing."""
         epoch_values = self.values_of(stage)
         seen = epoch_values.read(values) if epoch_values.measures else None
         if means:
@@ -370,7 +393,7 @@ class TrainingModule(LightningModule):
                 epoch_values.update_metrics(seen)
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
-        """Return the values of an evaluation by name, and the mean of each term."""
+        """Return the values of an evaluation batch by name, and the mean of each term with its divisor."""
         values, _, parts = self._forward(batch)
         return values, self.objective.means(values, parts, size=batch.size)
 
@@ -387,7 +410,15 @@ class TrainingModule(LightningModule):
     def _forward_with_passes(
         self, batch: Batch, objective: Objective, *, network: nn.Module, run: Forward, runner: Runner
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the same for an objective that needs more than one forward. run, runner: see Passes."""
+        """Return the values by name, the objective and its terms, for an objective that needs more than one forward.
+
+        Args:
+            batch: The batch.
+            objective: Objective of the step, or of one phase.
+            network: The network.
+            run: Function that runs one forward; see Passes.
+            runner: Callable used instead of the network; see Passes.
+        """
         precision = self._trainer.precision_plugin
         scale = precision.loss_scale if isinstance(precision, RunPrecision) and precision.is_scaled else None
         with enable_needs(objective.needs, network):
@@ -408,7 +439,7 @@ class TrainingModule(LightningModule):
 
 
 def schedule_config(schedule: object, optimization: Optimization, trainer: Trainer) -> dict[str, object]:
-    """Return when a schedule steps, in Lightning's form."""
+    """Return a schedule and its frequency in the format that Lightning expects."""
     config: dict[str, object] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
     if isinstance(schedule, ReduceLROnPlateau):
         config |= {"monitor": optimization.monitor, "reduce_on_plateau": True}
@@ -422,13 +453,12 @@ def schedule_config(schedule: object, optimization: Optimization, trainer: Train
 def clip(
     parameters: Iterable[nn.Parameter], *, value: float | None, algorithm: str | None, strategy: Strategy
 ) -> Tensor | None:
-    """Clip the gradients of parameters in place. If ranks hold parts of the model, every rank must call it.
+    """Clip gradients in place. If ranks split the model, every rank must call this function.
 
     Args:
         parameters: Parameters with gradients.
-        value: Largest 2-norm of all gradients together, or largest absolute value of each entry. None or 0 does not
-            clip.
-        algorithm: `norm` or `value`. None is `norm`.
+        value: Maximum 2-norm over all gradients, or maximum absolute value of each number. None or 0 disables clipping.
+        algorithm: `norm` or `value`. None means `norm`.
         strategy: Strategy of the run.
 
     Returns:
@@ -449,12 +479,12 @@ def clip(
             part.clamp_(min=-value, max=value)
         return None
     norm = strategy.total_norm(parameters)
-    # Same rule as torch.nn.utils.clip_grad_norm_.
+    # The same rule as in torch.nn.utils.clip_grad_norm_.
     factor = torch.clamp(value / (norm + 1e-6), max=1.0)
     for part in parts:
         part.mul_(factor.to(device=part.device, dtype=part.dtype))
     return norm
 
 
-# Lightning reads the signature in each step, and inspect looks for this attribute first.
+# Lightning inspects the signature in each step, and inspect reads this attribute first.
 vars(TrainingModule.training_step)["__signature__"] = inspect.signature(TrainingModule.training_step)

@@ -1,8 +1,8 @@
-"""Keep non-finite numbers out of checkpoints, and end runs that have them.
+"""Checks that keep non-finite numbers out of checkpoints and end runs that have them.
 
 runtime.non_finite     if a loss, a gradient or a weight is not finite
 stop                   the run ends with a NonFiniteError; earlier checkpoints remain
-skip                   a step with such a gradient changes nothing (precision/scaler.py, and `UndoneForward` here)
+skip                   steps with such a gradient change nothing (precision/scaler.py and `UndoneForward`)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from exp.shared_types import Batch
 from exp.spelling import among
 from exp.strategies.whole_state import local_part
 
-# Kinds of non-finite numbers. A buffer may hold some of them by design.
+# Names of kinds of non-finite numbers. A buffer may contain some of them intentionally.
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
 FIXES = (
     "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
     "names the layer and saves the step; or write runtime.non_finite=skip"
 )
-# For a user's LightningModule, which supports neither the hook nor skipped steps.
+# Advice for a user's LightningModule, which supports neither the hook nor skipped steps.
 OWN_FIXES = (
     "Lower the learning rate or set trainer.gradient_clip_val; trainer.detect_anomaly=true names the operation with "
     "the first such gradient"
@@ -37,9 +37,9 @@ OWN_FIXES = (
 
 
 def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
-    """Return the kinds that each entry of a state dict may hold: those that it holds now, such as -inf in a mask.
+    """Return the kinds of non-finite numbers that each entry of a state dict may contain.
 
-    Trained parameters may hold none.
+    These are the kinds that the entry contains now, such as -inf in a mask. Trained parameters may contain none.
     """
     learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -50,17 +50,19 @@ def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
 def require_finite(
     state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, fixes: str = FIXES
 ) -> None:
-    """Check weights, their averages and the states of optimizers in a checkpoint. Every rank must call it.
+    """Raise NonFiniteError if a checkpoint contains unexpected non-finite numbers. Every rank must call this function.
+
+    Weights, averaged weights and optimizer states are checked.
 
     Args:
         state: Checkpoint.
-        by_design: Result of `kinds_by_design`. A new entry may hold infinities.
+        by_design: Result of `kinds_by_design`. An entry that is not listed may contain infinities.
         trainer: The Trainer.
-        saved: Description of the last good checkpoint.
-        fixes: Advice.
+        saved: Description of the last good checkpoint, for the message.
+        fixes: Advice for the message.
 
     Raises:
-        NonFiniteError: A number is not finite. Raised on all ranks if one rank has such a number.
+        NonFiniteError: A number is not finite. Raised on all ranks if at least one rank has such a number.
     """
     found = broken_entries(state, by_design)
     is_broken = bool(found)
@@ -75,7 +77,7 @@ def require_finite(
 
 
 def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
-    """Return the names of tensors with non-finite numbers, except those by design."""
+    """Return the names of tensors with non-finite numbers that `by_design` does not allow."""
     named = [(name, value) for name, value in state["state_dict"].items() if isinstance(value, Tensor)]
     average = state[CURRENT].items() if CURRENT in state else ()
     named += [(name, value) for name, value in average if isinstance(value, Tensor)]
@@ -86,7 +88,17 @@ def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
 
 
 def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: str = FIXES) -> None:
-    """Raise NonFiniteError for a loss that is nan, or infinite without a loss scale that will fall."""
+    """Raise NonFiniteError for a loss that is nan or infinite.
+
+    An infinite loss is allowed under a loss scale, because the scale will fall.
+
+    Args:
+        loss: The loss.
+        index: Number of the optimizer step.
+        is_scaled: Whether the precision uses a loss scale.
+        saved: Description of the last good checkpoint, for the message.
+        fixes: Advice for the message.
+    """
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"
@@ -94,7 +106,7 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: 
 
 
 class UndoneForward(Callback):
-    """A callback that restores the buffers from before a skipped step, such as those of a batch norm."""
+    """Callback that restores the buffers after a skipped step, such as the statistics of BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +128,7 @@ class UndoneForward(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        # On the device, because reading it would wait.
+        # Computed on the device, because reading the number would wait for the device.
         is_skipped = _skipped_steps(trainer) > self._skipped
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(torch.where(is_skipped.to(buffer.device), before, buffer))
@@ -129,9 +141,9 @@ def _skipped_steps(trainer: Trainer) -> Tensor:
 
 
 def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that may hold non-finite numbers: a finite sum has only finite terms.
+    """Yield the tensors that may contain non-finite numbers. A tensor with a finite sum contains none.
 
-    Each tensor is read once, with one wait per device.
+    Each tensor is read once, and each device is waited for once.
     """
     held: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
@@ -144,7 +156,7 @@ def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor on this rank as real numbers; an empty tensor for integers."""
+    """Return this rank's numbers of a tensor as floating-point numbers. For integers, the result is empty."""
     values = local_part(tensor.detach())
     if values.is_sparse:
         values = values.coalesce().values()

@@ -1,4 +1,4 @@
-"""The result of a training step, and the observers of steps."""
+"""Result of a training step, and base class of the observers of steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from exp.shared_types import Stage
 
 
 class StepResult(NamedTuple):
-    """The result of a training step.
+    """Result of a training step.
 
     Attributes:
-        loss: Objective of this rank's share, weighted so that the mean over ranks is the mean over samples; 0-d,
-            detached. None before a window of phases has run.
-        parts: Terms of the objective by name, weighted alike.
+        loss: Objective on this rank's part of the batch, 0-d and detached. It is weighted so that the mean over ranks
+            equals the mean over samples. None before a window of phases has run.
+        parts: Terms of the objective by name, with the same weight.
     """
 
     loss: Tensor | None
@@ -26,12 +26,12 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A pass over the micro-batches of a window.
+    """Pass over the micro-batches of a window.
 
     Attributes:
-        phase: Name of the phase; None without phases, and between two windows.
-        places: Derives the randomness of the pass; see exp.data.randomness.reseed.
-        is_recorded: Whether the pass is the last one of its phase in the step, which is recorded.
+        phase: Name of the phase; None without phases, and between two windows. Default: None.
+        places: Numbers that select the random stream of the pass; see exp.data.randomness.reseed. Default: ().
+        is_recorded: Whether this pass is recorded: the last pass of its phase in the step. Default: True.
     """
 
     phase: str | None = None
@@ -44,35 +44,39 @@ WHOLE_STEP = Turn()
 
 
 class StepObserver:
-    """An observer of training and evaluation. This class does nothing; StepHooks calls hooks.
+    """Observer of training and evaluation. This base class does nothing; StepHooks calls the hooks.
 
     Attributes:
-        watches_forward: Whether `around_forward` returns a context to enter in the current micro-batch.
+        watches_forward: True if `around_forward` must be entered in the current micro-batch.
     """
 
     watches_forward = False
 
     def around_forward(self, data: object) -> AbstractContextManager[None]:
-        """Return a context around the forward and the objective of a micro-batch."""
+        """Return a context for the forward and the objective of a micro-batch."""
         return nullcontext()
 
     def after_forward(self, values: Values) -> None:
-        """Called after the forward and the objective. values: by name, as from `forward_by_name`."""
+        """Run after the forward and the objective.
+
+        Args:
+            values: Values by name, as `forward_by_name` returns them.
+        """
 
     def after_backward(self) -> None:
-        """Called after the backward of a micro-batch of a phase."""
+        """Run after the backward of a micro-batch of a phase."""
 
     def after_clipping(self) -> None:
-        """Called with the gradients that the optimizer takes."""
+        """Run after clipping, when the gradients are those that the optimizer uses."""
 
     def after_phase(self) -> None:
-        """Called after the optimizer step of a phase."""
+        """Run after the optimizer step of a phase."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Called when a pass over the micro-batches begins; WHOLE_STEP ends the last one."""
+        """Run when a pass over the micro-batches begins. WHOLE_STEP marks the end of the last pass."""
 
     def evaluated(self, stage: Stage, values: Values) -> None:
-        """Called for each batch of an evaluation of which this rank has a share."""
+        """Run for each evaluation batch that has samples on this rank."""
 
 
 UNOBSERVED = StepObserver()

@@ -1,11 +1,11 @@
-"""The batches of a user's LightningDataModule, resumed exactly.
+"""Exact resume for the batches of a user's LightningDataModule.
 
-Loaders of a LightningDataModule have no position. Here each training epoch begins at the position of the run: random
-numbers are derived from (seed, epoch, batch), and batches that the run has seen before are read and skipped. So a run
-resumes exactly whatever random numbers a data set draws, after the time to read these batches.
+Loaders of a LightningDataModule have no position. This module derives random numbers from (seed, epoch, batch) and
+starts each training epoch at the run's position. Batches before the position are read and skipped. Thus a run resumes
+exactly, whatever random numbers a data set draws. Resuming takes the time to read the skipped batches.
 
 Tested with Lightning 2.6.6: Lightning passes each loader, with its distributed sampler, to
-`strategy.process_dataloader`, and resumes a loader that has `state_dict` and `load_state_dict`.
+`strategy.process_dataloader`. It resumes a loader that has `state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from exp.shared_types import Batch
 
 
 class OwnBatches(Protocol):
-    """The shares of training batches.
+    """Interface that returns this rank's part of each training batch.
 
     Attributes:
-        current: Share of the current batch.
-        seconds_waited: Seconds for which training has waited for batches in this process.
+        current: This rank's part of the current batch.
+        seconds_waited: Total seconds for which training has waited for batches in this process.
     """
 
     current: Batch
     seconds_waited: float
 
     def begin(self, batch: object, batch_idx: int) -> Batch:
-        """Begin a training batch, and return its share."""
+        """Begin a training batch, and return this rank's part of it."""
 
 
 class BatchesOfLoaders:
-    """The batches of a user's LightningDataModule. A rank's share of a batch is what its loaders return."""
+    """Training batches of a user's LightningDataModule. A rank's part of a batch is what its loaders return."""
 
     def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
         self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
@@ -57,7 +57,7 @@ class BatchesOfLoaders:
         return self.current
 
     def follow(self, trainer: Trainer) -> None:
-        """Make each training loader start at the position of the run. Call it before fit."""
+        """Make each training loader start at the run's position. Call this method before fit."""
         strategy, own = trainer.strategy, trainer.strategy.process_dataloader
 
         def process(loader: object) -> object:
@@ -65,7 +65,7 @@ class BatchesOfLoaders:
             if trainer.validating or not trainer.training:
                 return loader
             self._count += 1
-            # Each of several loaders has another random stream.
+            # Each loader has its own random stream.
             seed = self.seed if self._count == 1 else seed_for(self.seed, "loader", self._count)
             return PositionedLoader(loader, trainer=trainer, batches=self, seed=seed)
 
@@ -73,9 +73,9 @@ class BatchesOfLoaders:
 
 
 class PositionedLoader:
-    """A user's loader that starts at the position of the run in its first pass of an epoch.
+    """User's loader that starts at the run's position in its first pass of an epoch.
 
-    With several loaders, Lightning may pass through a short one several times in an epoch.
+    With several loaders, Lightning may iterate over a short loader several times in an epoch.
     """
 
     def __init__(self, loader: object, *, trainer: Trainer, batches: BatchesOfLoaders, seed: int) -> None:
@@ -89,7 +89,7 @@ class PositionedLoader:
         return len(cast(Sized, self.loader))
 
     def __iter__(self) -> Iterator[object]:
-        # A generator, so that an iterator that is never used draws no random numbers.
+        # A generator draws no random numbers if it is never used.
         epoch, start = next_batch(self._trainer)
         if epoch == self._epoch:
             self._pass, start = self._pass + 1, 0
@@ -124,7 +124,7 @@ class PositionedLoader:
             yield batch
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Set the epoch of samplers and data, and seed the loader's generators for it."""
+        """Set the epoch of samplers and data set, and seed the loader's random generators for the epoch."""
         dataset = getattr(self.loader, "dataset", None)
         if (wanting := find_epoch_aware(dataset)) and getattr(self.loader, "persistent_workers", False):
             raise RunError(
@@ -143,11 +143,11 @@ class PositionedLoader:
             generator.manual_seed(own if epoch == 0 else seed_for(own, "loader", epoch))
 
     def __getattr__(self, name: str) -> Any:
-        """Return another attribute of the loader, such as its `sampler`."""
+        """Return an attribute of the loader, such as its `sampler`."""
         return getattr(self.loader, name)
 
     def state_dict(self) -> dict[str, object]:
-        """Return no state: the run has the position."""
+        """Return an empty state, because the run's checkpoint has the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

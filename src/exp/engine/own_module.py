@@ -1,13 +1,13 @@
-"""Adapt a user's LightningModule to the engine's callbacks.
+"""Adapter from a user's LightningModule to the engine's callbacks.
 
 Lightning's Trainer runs the module in its own loop with its own hooks. OwnModule wraps some methods of this one object.
-It uses `functools.wraps`, so that Lightning still knows which methods the user's class overrides.
+It uses `functools.wraps`, so that Lightning still detects which methods the user's class overrides.
 
-    _on_before_batch_transfer     seeds the generators from (seed, rank, epoch, batch): a resume draws the same
-    training_step                 hooks at the layers, and the loss; a short last share counts by its samples
-    manual_backward               the same share, if the module steps its optimizers by hand
-    configure_gradient_clipping   hooks that look at clipped gradients
-    on_save_checkpoint            refuses objects other than plain values, and numbers that are not finite
+    _on_before_batch_transfer     sets the random generators from (seed, rank, epoch, batch): a resume draws the same
+    training_step                 runs hooks at the layers, and weights the loss of a short last batch by its samples
+    manual_backward               applies the same weight, if the module steps its optimizers by hand
+    configure_gradient_clipping   runs hooks that read clipped gradients
+    on_save_checkpoint            raises an error for objects that are not plain values, and for non-finite numbers
 
 Private names of Lightning (2.6.6), tested: `_on_before_batch_transfer` is called for each batch before other methods of
 the module; `_log_hyperparams` of a module that saves its hyperparameters.
@@ -41,15 +41,15 @@ Method = Callable[..., object]
 
 
 class OwnModule:
-    """A user's LightningModule as hooks and recording see it.
+    """Adapter that gives hooks and recording a common interface to a user's LightningModule.
 
     Args:
         network: The LightningModule.
         seed: Seed of the run.
-        rank: Number of this process's share of each global batch.
+        rank: Index of this process's part of each global batch.
         limits: Limits of the run.
-        batches: Gives the share of each batch.
-        saved: Returns a description of the last good checkpoint.
+        batches: Source of this rank's part of each batch.
+        saved: Function that returns a description of the last good checkpoint.
 
     Attributes:
         last: Result of the last training step.
@@ -94,12 +94,18 @@ class OwnModule:
         vars(network)["_log_hyperparams"] = False
 
     def leave_out(self, data: LightningDataModule, *, step: str, loader: str) -> None:
-        """Hide the step and the loader of a stage from Lightning, which warns if a stage has only one of them."""
+        """Hide the step and the loader of a stage from Lightning, which warns if a stage has only one of them.
+
+        Args:
+            data: The data module.
+            step: Name of the module's method, such as test_step.
+            loader: Name of the data module's method, such as test_dataloader.
+        """
         vars(self.network)[step] = functools.partial(getattr(LightningModule, step), self.network)
         vars(data)[loader] = functools.partial(getattr(LightningDataModule, loader), data)
 
     def __deepcopy__(self, memo: object) -> OwnModule:
-        """Return this object: a callback that averages weights copies the module, and never steps the copy."""
+        """Return this object. Callbacks that average weights copy the module, but never train the copy."""
         return self
 
     # --- the interface for hooks and recording ---
@@ -117,25 +123,28 @@ class OwnModule:
         return self._saved()
 
     def metric_names(self, stage: Stage) -> Sequence[str]:
-        """Return no names: the module logs its own metrics."""
+        """Return an empty list, because the module logs its own metrics."""
         return ()
 
     def lengths(self) -> tuple[int | None, int | None]:
-        """Return optimizer steps and epochs of the whole run; None for a number without a limit."""
+        """Return the number of optimizer steps and of epochs of the whole run. An unlimited number is None."""
         batches = self.trainer.num_training_batches
         known = int(batches) if batches not in (0, float("inf")) else None
         return total_steps(self.trainer, self.limits, known), total_epochs(self.trainer)
 
     def begin(self) -> None:
-        """Note which tensors hold non-finite numbers by design. Call it before the first step."""
+        """Record which tensors contain non-finite numbers intentionally. Call this method before the first step."""
         self._by_design = kinds_by_design(self.network)
 
     def require_finite(self, state: State) -> None:
-        """Raise NonFiniteError if a checkpoint, or a state dict alone, is not finite. Every rank must call it."""
+        """Raise NonFiniteError if a checkpoint or a state dict contains unexpected non-finite numbers.
+
+        Every rank must call this method.
+        """
         require_finite(state, self._by_design, self.trainer, saved=self.saved, fixes=self.fixes)
 
     def reseed(self, stage: Stage, *, epoch: int, batch: int) -> None:
-        """Set the generators to the stream of one batch."""
+        """Set the random generators to the stream of one batch."""
         reseed(seed=self.seed, rank=self.rank, epoch=epoch, batch=batch, stage=stage)
 
     # --- the wrapped methods ---
@@ -155,7 +164,7 @@ class OwnModule:
             with around:
                 output = inner(batch, *arguments, **named)
         except StopIteration as error:
-            # Lightning would take it for the end of the data.
+            # Lightning would treat the StopIteration as the end of the data.
             raise UserCodeError.of(error, what="training_step") from error
         observer.after_forward({})
         output = self._weight_loss(output)
@@ -163,12 +172,12 @@ class OwnModule:
         return output
 
     def _predict_step(self, inner: Method, batch: object, *arguments: object, **named: object) -> object:
-        """Call Lightning's predict_step, with the tensor of a batch that has a single input."""
+        """Call Lightning's predict_step. If the batch is a mapping with one input, pass this input."""
         data = next(iter(batch.values())) if isinstance(batch, Mapping) and len(batch) == 1 else batch
         return inner(data, *arguments, **named)
 
     def _weight_loss(self, output: object) -> object:
-        """Weight the loss of a small share, so that the mean over ranks is the mean over samples."""
+        """Weight the loss by this rank's samples, so that the mean over ranks equals the mean over samples."""
         if self._weight == 1.0 or not self.network.automatic_optimization:
             return output
         if isinstance(output, Mapping):
@@ -190,7 +199,8 @@ class OwnModule:
             require_plain(checkpoint[key], key=str(key), fix=fix)
         for key in HYPERPARAMETERS:
             if key in checkpoint:
-                # Layers and other objects would be code. load_from_checkpoint takes them as arguments.
+                # Layers and other objects are left out, because loading them would execute code. load_from_checkpoint
+                # takes them as arguments.
                 checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
         self.require_finite(checkpoint)
 
@@ -206,6 +216,6 @@ def _loss_of(output: object) -> Tensor | None:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the values of self.log that are single numbers, by name."""
+    """Return those values of self.log that are single numbers, by name."""
     found = {name: torch.as_tensor(value) for name, value in values.items()}
     return {name: float(cast(SupportsFloat, value)) for name, value in found.items() if value.numel() == 1}

@@ -1,9 +1,10 @@
-"""Run the hooks of a user's LightningModule, and keep the values of `self.log` for the report.
+"""Callback that runs hooks on a user's LightningModule and keeps the values of `self.log` for the report.
 
-`self.log` writes to the loggers as in Lightning. Values of hooks are written on Lightning's axis: the first step is 0,
-and a batch is one step, however many optimizers step in it.
+`self.log` writes to the loggers as in Lightning. Values of hooks use the same x axis as Lightning: the first step is 0.
+A batch is one step, even if several optimizers step in it.
 
-Tested with Lightning 2.6.6: `trainer.callback_metrics` has all values of `self.log`, by the names that callbacks use.
+Tested with Lightning 2.6.6: `trainer.callback_metrics` has all values of `self.log`, under the names that callbacks
+use.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ log = logging.getLogger(__name__)
 
 
 class OwnRecording(StepRecording):
-    """A callback that runs hooks on a user's LightningModule, and writes their values to all loggers.
+    """Callback that runs hooks on a user's LightningModule and writes the hooks' values to all loggers.
 
-    It must come before callbacks that use random numbers.
+    It must precede callbacks that use random numbers.
 
     Args:
-        module: The adapter of the LightningModule.
-        hooks: Hooks by name.
-        directory: Run directory, in which hooks write files.
-        chooses_threads: Whether to choose the number of threads by the size of the first batch. Default: False.
+        module: Adapter of the LightningModule.
+        hooks: Hooks by name. Default: None.
+        directory: Run directory, in which hooks write files. Default: None.
+        chooses_threads: Whether to choose the number of CPU threads by the size of the first batch. Default: False.
     """
 
     first_point = 0
@@ -57,12 +58,12 @@ class OwnRecording(StepRecording):
     ) -> None:
         super().__init__(hooks=hooks, directory=directory)
         self._chooses_threads = chooses_threads
-        # The optimizer step of the weights that a test loaded.
+        # Optimizer step of the weights that a test loaded from a checkpoint.
         self._loaded_step: int | None = None
         self._module = module
 
     def progress_values(self) -> dict[str, float]:
-        """Return the values of self.log with prog_bar=True."""
+        """Return the values of self.log with prog_bar=True, by name."""
         return as_numbers(self._trainer.progress_bar_metrics)
 
     # --- the run ---
@@ -71,7 +72,7 @@ class OwnRecording(StepRecording):
         self._module.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The length of an epoch is known from here on.
+        # Hooks are attached at this point, because the length of an epoch is not known earlier.
         self._step_hooks.attach(trainer, self._module)
         super().on_train_start(trainer, pl_module)
 
@@ -80,7 +81,7 @@ class OwnRecording(StepRecording):
         self._keep(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Without a batch Lightning starts no epoch, and only logs it.
+        # If there is no batch, Lightning starts no epoch and only logs the fact.
         if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             raise _no_batch(trainer)
 
@@ -99,7 +100,9 @@ class OwnRecording(StepRecording):
         self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Record unscaled gradients. With several optimizers, only those of the optimizer's parameters."""
+        """Run the hooks on unscaled gradients. With several optimizers, only the gradients of this optimizer are
+        visible.
+        """
         hooks, several = self._step_hooks, len(trainer.optimizers) > 1
         if hooks.record is not None and hooks.record.is_stepped and not several and pl_module.automatic_optimization:
             return  # the optimizer calls its closure several times in a step
@@ -119,7 +122,7 @@ class OwnRecording(StepRecording):
             self._add(record, [zero if loss is None else loss.float().reshape(())])
 
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
-        """Add nothing: the module logs its own losses."""
+        """Do nothing, because the module logs its own losses."""
 
     # --- epochs ---
 
@@ -179,7 +182,7 @@ def _no_batch(trainer: Trainer) -> RunError:
 
 @contextmanager
 def _hide_other_gradients(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Hide the gradients of parameters of other optimizers, which may belong to other losses."""
+    """Hide the gradients of other optimizers' parameters, because they may belong to other losses."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
     for parameter in module.parameters():

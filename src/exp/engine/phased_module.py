@@ -1,4 +1,4 @@
-"""The training module of a run with phases: several backward passes and several optimizers in one step.
+"""Training module of a run with phases: several backward passes and several optimizers in one step.
 
 for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop
     training_step                         keeps the micro-batch; backward and zero_grad do nothing
@@ -10,9 +10,9 @@ at the last micro-batch: optimizer_step
     simultaneous phases: one forward, all backwards, then the optimizers
 schedules, on_train_batch_end             Lightning's loop
 
-A window is one step of the Trainer, whatever the number of optimizers: the x axis, max_steps, checkpoints, positions
-and schedules count windows. Only public hooks of LightningModule are overridden. With manual optimization, Lightning
-2.6.6 would refuse accumulate_grad_batches and count each optimizer step as a step of the run.
+A window is one step of the Trainer, whatever its number of optimizers. The x axis, max_steps, checkpoints, positions
+and schedules count windows. Only public hooks of LightningModule are overridden. Manual optimization is not used,
+because Lightning 2.6.6 then rejects accumulate_grad_batches and counts each optimizer step as a step of the run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from exp.strategies.strategy import WrapsModule
 
 
 class PhasedModule(TrainingModule):
-    """A TrainingModule whose step is a list of phases, each with its terms, parameters and optimizer.
+    """TrainingModule whose step runs a list of phases, each with its terms, parameters and optimizer.
 
-    The loss of a step is the sum of the losses of the phases that ran in it, each at its last repeat.
+    The loss of a step is the sum of the losses of the phases that ran in the step. If a phase is repeated, its last
+    repeat counts.
 
     Args:
         phases: Phases in the order in which they run.
-        parts: Arguments of TrainingModule. Its optimization is not used.
+        parts: Arguments of TrainingModule. Its argument `optimization` is not used.
     """
 
     averages_gradients = True
@@ -59,10 +60,10 @@ class PhasedModule(TrainingModule):
         super().__init__(**parts)
         self.phases = tuple(phases)
         self._turns = turns_of(self.phases)
-        # In a plain mapping, because the objective has registered the terms.
+        # A plain dict, because the objective has already registered the terms as submodules.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
         counts = [len(self._objectives[phase.name].terms) for phase in self.phases]
-        # Place of the first term of each phase among the summed terms.
+        # Index of each phase's first term among the summed terms.
         ends = itertools.accumulate(counts, initial=0)
         self._places = {phase.name: end for phase, end in zip(self.phases, ends, strict=False)}
         for stage in STAGES:
@@ -74,7 +75,7 @@ class PhasedModule(TrainingModule):
         self._all_trained: list[nn.Parameter] = []
         self._ran: set[str] = set()
         self._metrics_wait = False
-        # Views of the network, not submodules, because the state dict has the network once.
+        # A plain dict of views of the network, so that the state dict contains the network only once.
         views = {phase.forward: self.network for phase in self.phases}
         views |= {name: with_forward(self.network, name) for name in views if name is not None}
         self._forwards = {name: (view, forward_by_name(view, self.inputs)) for name, view in views.items()}
@@ -91,21 +92,21 @@ class PhasedModule(TrainingModule):
         self._window = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep a micro-batch for the phases, which run at the end of the window. Return a 0 that is not used."""
+        """Keep a micro-batch for the phases, which run at the end of the window. The returned 0 is not used."""
         self._window.append((batch, batch_idx))
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Do nothing: phases run their backward in optimizer_step."""
+        """Do nothing, because the phases run their backward in optimizer_step."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Do nothing: each phase begins with zero_grad."""
+        """Do nothing, because each phase begins with zero_grad."""
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Callable[[], object] | None = None
     ) -> None:
-        """Run the phases over the window's micro-batches."""
+        """Run all phases over the window's micro-batches."""
         if optimizer_closure is not None:
             optimizer_closure()
         window, self._window = self.divisors.of_step(self._window), []
@@ -114,7 +115,7 @@ class PhasedModule(TrainingModule):
         self._run_phases(window, together)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizers of all phases as one, and the schedules of phases."""
+        """Return the optimizers of all phases as one PhaseOptimizers object, and the schedules of the phases."""
         optimizers, schedules = {}, {}
         steps, epochs = self.lengths()
         for phase in self.phases:
@@ -133,7 +134,7 @@ class PhasedModule(TrainingModule):
         return [together], configs
 
     def lr_scheduler_step(self, scheduler: object, metric: Any) -> None:
-        """Step a phase's schedule, unless its optimizer has just skipped its step."""
+        """Step the schedule of a phase, unless the phase's optimizer skipped its last step."""
         assert isinstance(scheduler, PhaseSchedule)
         name, schedule = scheduler.phase, scheduler.schedule
         if isinstance(schedule, ReduceLROnPlateau):
@@ -154,7 +155,7 @@ class PhasedModule(TrainingModule):
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
-        # Only exp's ddp has the switch.
+        # Only exp's DDP strategy can disable the broadcast of buffers.
         strategy = self.trainer.strategy
         if not isinstance(strategy, WrapsModule) or strategy.broadcasts_buffers:
             broadcast_buffers(self)
@@ -170,7 +171,7 @@ class PhasedModule(TrainingModule):
             self._ran |= {phase.name for phase in group}
             for repeat in range(first.repeats):
                 if repeat:
-                    # A scaler allows one step of each optimizer between two updates.
+                    # The loss scaler allows one step per optimizer between two updates.
                     precision.update()
                 places = (index, repeat) if index + repeat else ()
                 turns = [Turn(phase.name, places, repeat == first.repeats - 1) for phase in group]
@@ -194,7 +195,7 @@ class PhasedModule(TrainingModule):
     def _backward_phases(
         self, group: Sequence[Phase], window: Sequence[tuple[Batch, int]], *, turns: Sequence[Turn]
     ) -> list[StepResult]:
-        """Compute the gradients of one phase or of simultaneous phases, and return the loss and terms of each."""
+        """Compute the gradients of one phase or of simultaneous phases. Return the loss and terms of each phase."""
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
         with self._freeze_others([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
@@ -215,7 +216,7 @@ class PhasedModule(TrainingModule):
         return [StepResult(loss, parts) for loss, parts in sums]
 
     def _backward(self, group: Sequence[Phase], losses: Sequence[Tensor], turns: Sequence[Turn]) -> None:
-        """Run the backward of each loss into the parameters of its phase. The graph is kept until the last one."""
+        """Run the backward of each phase's loss into the phase's parameters. The last backward frees the graph."""
         scale = self._precision.scale
         if len(group) == 1:
             scale(losses[0]).backward()
@@ -230,7 +231,17 @@ class PhasedModule(TrainingModule):
     def _shares_of(
         self, group: Sequence[Phase], batch: Batch, batch_idx: int, turn: tuple[int, ...]
     ) -> tuple[Values, list[tuple[Tensor, Mapping[str, Tensor]]]]:
-        """Return the values by name of one forward over a micro-batch, and the loss and terms of each phase."""
+        """Run one forward over a micro-batch.
+
+        Args:
+            group: One phase, or simultaneous phases.
+            batch: Micro-batch on this rank.
+            batch_idx: Number of the micro-batch in the epoch.
+            turn: Numbers that select the random stream of the pass.
+
+        Returns:
+            Values by name, and the loss and terms of each phase.
+        """
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
             if self.observer.watches_forward:
@@ -248,12 +259,12 @@ class PhasedModule(TrainingModule):
         return values, shares
 
     def _update_metrics(self, phase: Phase, batch: Batch, values: Values) -> None:
-        # Metrics read the first phase of a step that runs the network's default forward.
+        # Metrics use the first phase of a step that runs the network's default forward.
         if self._metrics_wait and phase.forward is None and batch.size:
             self._train_values.update_metrics(self._train_values.read(values))
 
     def _count(self, phase: Phase, batch: Batch, *, is_last: bool) -> None:
-        """Add a micro-batch to the losses of the epoch, in the last repeat of its phase."""
+        """Add a micro-batch to the epoch's loss sums, if this is the last repeat of its phase."""
         if self._is_weighed and is_last:
             means = self._objectives[phase.name].own_means(batch)
             self._train_values.add(means, first=self._places[phase.name])
@@ -272,7 +283,13 @@ class PhasedModule(TrainingModule):
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the values by name, the loss and the terms of a phase. values: of a forward that has run already."""
+        """Return the values by name, the loss and the terms of a phase.
+
+        Args:
+            phase: The phase.
+            batch: Micro-batch on this rank.
+            values: Values of a forward that has already run. None runs the forward. Default: None.
+        """
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
@@ -284,19 +301,21 @@ class PhasedModule(TrainingModule):
         return values, loss, parts
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
-        """Return the values of an evaluation and the means of all phases' terms, whose sum is the loss."""
+        """Return the values of an evaluation batch, and the means of the terms of all phases. The loss is their
+        weighted sum.
+        """
         known: dict[str | None, Values] = {}
         means: list[Mean] = []
         for phase in self.phases:
             found, _, parts = self._forward_phase(phase, batch, known.get(phase.forward))
             known.setdefault(phase.forward, found)
             means += self._objectives[phase.name].means(found, parts, size=batch.size)
-        # Metrics read the output of the default forward.
+        # Metrics use the output of the default forward.
         values = known[None] if None in known else self._run(self.run_network, batch.data)
         return {**values, "output": detach_output(values["output"])}, means
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
-        """Step with scaled gradients, which are unscaled for hooks and clipping."""
+        """Run the optimizer step of a phase. Its gradients are unscaled first, for hooks and clipping."""
         trainer, precision = self._trainer, self._precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
@@ -314,7 +333,7 @@ class PhasedModule(TrainingModule):
 
     @contextmanager
     def _freeze_others(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Freeze all parameters except these, so that the backward computes no other gradients."""
+        """Freeze all parameters except the given ones, so that the backward computes no other gradients."""
         chosen = {id(parameter) for parameter in parameters}
         others = [parameter for parameter in self._all_trained if id(parameter) not in chosen]
         for parameter in others:
@@ -329,7 +348,7 @@ class PhasedModule(TrainingModule):
 def _add_results(
     one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sums of two losses and of their terms."""
+    """Return the sum of two losses, and the sums of their terms by name."""
     return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 

@@ -1,12 +1,13 @@
-"""The training module of a pipeline, whose schedule runs forward and backward together.
+"""Training module of a pipeline, whose schedule runs forward and backward together.
 
-training_step    reseeds and keeps the batch; returns a 0 that is not used
-backward         runs all micro-batches through the schedule; the layers of this rank get gradients, unscaled or scaled
+training_step    sets the random generators and keeps the batch; the returned 0 is not used
+backward         runs all micro-batches through the schedule; the layers of this rank get gradients, scaled if the
+                 precision has a loss scale
 optimizer_step   at the end of a window: averages gradients over pipelines, then Lightning's step: unscale, hooks,
                  clipping, step
 
-Only public hooks of LightningModule are overridden. Autocast covers the forward of each stage and the loss, but no
-backward, because Lightning leaves autocast before it calls `backward`.
+Only public hooks of LightningModule are overridden. Autocast covers the forward of each stage and the loss. It does not
+cover the backward, because Lightning leaves autocast before it calls `backward`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ if TYPE_CHECKING:
 
 
 class MicroResult(NamedTuple):
-    """The weighted loss and terms of a micro-batch, and the values that metrics read; None without metrics."""
+    """Result of one micro-batch.
+
+    Attributes:
+        loss: Weighted loss, 0-d.
+        parts: Weighted terms by name.
+        seen: Values that the metrics need; None if there are no metrics.
+    """
 
     loss: Tensor
     parts: Mapping[str, Tensor]
@@ -46,7 +53,7 @@ class MicroResult(NamedTuple):
 
 
 class PipelinedModule(TrainingModule):
-    """A TrainingModule for strategy=pipeline. It has the arguments of TrainingModule."""
+    """TrainingModule for strategy=pipeline, with the same arguments."""
 
     _stages: Stages
     _split: Split
@@ -59,9 +66,9 @@ class PipelinedModule(TrainingModule):
         """Set the stages of the network.
 
         Args:
-            stages: Stages of this rank.
+            stages: Pipeline stages of this rank.
             split: Split of the network into stages.
-            count: Micro-batches of a share.
+            count: Number of micro-batches into which this rank's part of a batch is split.
         """
         self.__dict__["_stages"], self.__dict__["_split"] = stages, split
         self._count = count
@@ -69,15 +76,15 @@ class PipelinedModule(TrainingModule):
             self.values_of(stage).source = stages
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep the batch for `backward`. Return a 0 that is not used."""
+        """Keep the batch for `backward`. The returned 0 is not used."""
         trainer = self._trainer
-        # By global rank, so that dropout of two stages differs.
+        # The global rank, so that dropout differs between stages.
         reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
         self._batch = self.divisors.of_batch(batch, batch_idx)
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run forward and backward of the batch that training_step kept."""
+        """Run forward and backward on the batch that training_step kept."""
         batch, self._batch = self._batch, None
         assert batch is not None
         precision = self._precision
@@ -116,7 +123,7 @@ class PipelinedModule(TrainingModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        """Step as Lightning does, with gradients averaged over the pipelines after the backward."""
+        """Run Lightning's optimizer step. After the backward, average the gradients over the pipelines."""
         strategy = self._trainer.strategy
         assert isinstance(strategy, ModelParallel)
 
@@ -128,9 +135,13 @@ class PipelinedModule(TrainingModule):
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
 
     def _record(self, results: list[MicroResult]) -> None:
-        """Store the losses of a step. The rank with the outputs holds them for all ranks, whose mean is recorded."""
+        """Store the losses of a step, and update the metrics.
+
+        Only one rank of a pipeline has the loss. It is multiplied by the number of ranks, because the mean over ranks
+        is recorded.
+        """
         ranks = len(set(self._stages.owner))
-        # One dtype on all ranks, because only one rank knows the dtype of the loss.
+        # The same dtype on all ranks, because only one rank knows the dtype of the loss.
         zero = torch.zeros((), device=self.device, dtype=torch.float64)
         loss = sum((one.loss for one in results), zero) * ranks
         parts = {name: sum((one.parts[name] for one in results), zero) * ranks for name in self.objective.terms}
@@ -150,13 +161,13 @@ class PipelinedModule(TrainingModule):
         self._add(stage, values, self.objective.means(values, parts, size=size) if batch.size else [])
 
     def predict_step(self, batch: Batch, batch_idx: int) -> object:
-        """Return the output of the network in the last stage; NoOutput in other stages."""
+        """Return the network's output on ranks of the last stage, and NoOutput on other ranks."""
         reseed(seed=self.seed, rank=self._trainer.global_rank, epoch=0, batch=batch_idx, stage="test")
         output = self._stages.evaluate(self._inputs(batch.data))
         return NoOutput() if output is None else output
 
     def _inputs(self, data: object) -> dict[str, object]:
-        """Return the inputs of the network by name."""
+        """Return the network's inputs by name."""
         found: dict[str, object] = {}
 
         def bind(*arguments: object, **named: object) -> None:
@@ -166,12 +177,12 @@ class PipelinedModule(TrainingModule):
         return self._precision.cast_inputs(found)
 
     def _values(self, data: object, output: object, size: int) -> Values:
-        """Return the values by name of the first `size` samples."""
+        """Return the values of the first `size` samples by name."""
         return self._run(lambda *_, **__: keep_samples(output, size), keep_samples(data, size))
 
 
 def zero_from(output: object) -> Tensor:
-    """Return a 0 that depends on each tensor of an output, so that an empty micro-batch has a backward."""
+    """Return a 0 that depends on each tensor of an output. An empty micro-batch thus supports a backward."""
     return sum((tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 

@@ -1,7 +1,8 @@
-"""Write the predictions of each rank, and read those of all ranks in the order of the samples.
+"""Functions that write the predictions of each rank, and read those of all ranks in the order of the samples.
 
-predictions/<share>.npz of a run directory has the arrays `<number>.<name>` `[b, ...]`: the network's output of this
-share of each global batch, by name. Ranks that hold parts of one model have one share, and one of them writes.
+Each rank writes predictions/<share>.npz into the run directory, where <share> is the index of its part of each global
+batch. The file contains arrays `<batch number>.<output name>` `[b, ...]` with the network's outputs for b samples.
+Ranks that split one model use the same part, and one of these ranks writes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Predictions(Callback):
-    """A callback that writes this rank's share of the predictions at the end.
+    """Callback that writes this rank's predictions when the prediction ends.
 
     Args:
         directory: Run directory.
-        share: Number of this rank's share of each global batch.
+        share: Index of this rank's part of each global batch.
     """
 
     def __init__(self, *, directory: Path, share: int) -> None:
@@ -50,7 +51,7 @@ class Predictions(Callback):
         found, others = as_arrays(outputs, held=held)
         if others and not self._batches and self.share == 0:
             log.warning("predictions without outputs that are not tensors [B, ...]: %s", ", ".join(others))
-        # If a batch has fewer samples than there are ranks, some ranks hold a stand-in of size 0.
+        # If a batch has fewer samples than there are ranks, some ranks get a placeholder batch of size 0.
         size = batch.size if isinstance(batch, Batch) else held
         self._arrays |= {f"{self._batches}.{name}": array[:size] for name, array in found.items()}
         self._batches += 1
@@ -66,17 +67,17 @@ class Predictions(Callback):
 
 
 class NoOutput:
-    """The result of predict_step on a rank without outputs: all stages of a pipeline except the last."""
+    """Result of predict_step on ranks without outputs: all stages of a pipeline except the last."""
 
 
 def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the outputs of a network as arrays by name, and the names of other outputs.
+    """Return a network's tensor outputs as arrays by name, and the names of its other outputs.
 
-    Half precision becomes float32. An output without names is called `output`.
+    Half precision is converted to float32. An output without a name is called `output`.
 
     Args:
         outputs: Output of the network.
-        held: Samples of the batch, B.
+        held: Number of samples in the batch, B.
 
     Raises:
         RunError: No output is a tensor `[B, ...]`.
@@ -97,7 +98,7 @@ def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], lis
 
 
 def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the content of an .npz file of arrays by name."""
+    """Return the bytes of an .npz file with the given arrays."""
     content = io.BytesIO()
     save: Callable[..., None] = np.savez  # whose stub takes any name for that of its one option
     save(content, **arrays)
@@ -105,10 +106,13 @@ def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
-    """Return the predictions for all samples in their order: by name, a list of arrays `[b, ...]`.
+    """Return the predictions for all samples in the order of the samples.
 
     Args:
         directory: Run directory.
+
+    Returns:
+        List of arrays `[b, ...]` for each output name.
 
     Raises:
         RunError: The directory has no predictions.
@@ -122,7 +126,7 @@ def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
             shares.append({name: file[name] for name in file.files})
     names = [key.removeprefix("0.") for key in shares[0] if key.startswith("0.")]
     batches = range(len(shares[0]) // len(names))
-    # A global batch is its shares one after another.
+    # A global batch is the concatenation of its parts in the order of the ranks.
     return {
         name: [share[f"{batch}.{name}"] for batch in batches for share in shares if len(share[f"{batch}.{name}"])]
         for name in names

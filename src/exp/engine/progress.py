@@ -1,10 +1,10 @@
-"""The position of a run, its limits, and its length in steps.
+"""Position of a run, its limits, and its length in steps.
 
-Lightning restores its counters as they were inside the hook that saved them, and continues wrongly from most hooks
-(docs/resume.md). An exp checkpoint has a position, and the counters are made from it.
+Lightning saves its counters with the values inside the current hook, and does not continue correctly from most hooks
+(docs/resume.md). A checkpoint of exp contains a position instead, and the counters are computed from the position.
 
-Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues.
-Private name of Lightning (2.6.6): `_restarting` of the fit loop.
+Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues. Private
+name of Lightning (2.6.6): `_restarting` of the fit loop.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Limits:
     """Limits that exp enforces, because Lightning's limits end a resumed run too early.
 
     Attributes:
-        max_steps: Optimizer steps of the whole run, including those before a resume; None without a limit.
-        max_seconds: Training time of the whole run in seconds; None without a limit.
-        resumed: Position from which the run resumes; None for a new run.
+        max_steps: Maximum optimizer steps of the whole run, including steps before a resume. None means no limit.
+            Default: None.
+        max_seconds: Maximum training time of the whole run in seconds. None means no limit. Default: None.
+        resumed: Position from which the run resumes; None for a new run. Default: None.
     """
 
     max_steps: int | None = None
@@ -39,9 +40,9 @@ class Limits:
 
 
 def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
-    """Return the arguments of Lightning's Trainer and exp's limits, from the config's trainer node.
+    """Split the config's node `trainer` into the arguments of Lightning's Trainer and exp's limits.
 
-    With a limit of steps or time and none of epochs, epochs are not limited.
+    If steps or time are limited and max_epochs is not set, the number of epochs is unlimited.
     """
     arguments = dict(trainer)
     max_steps, max_time = arguments.pop("max_steps", -1), arguments.pop("max_time", None)
@@ -55,7 +56,11 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
 
 
 def seconds_of(max_time: float | str | Mapping[str, float]) -> float:
-    """Return the seconds of a max_time: a number, a time such as 1h30m, or a form of Lightning. See the check."""
+    """Return a max_time in seconds.
+
+    Args:
+        max_time: Number of seconds, a duration such as 1h30m, or one of Lightning's formats: dd:hh:mm:ss or a mapping.
+    """
     if isinstance(max_time, Mapping):
         return timedelta(**max_time).total_seconds()
     if isinstance(max_time, str) and ":" in max_time:
@@ -65,26 +70,31 @@ def seconds_of(max_time: float | str | Mapping[str, float]) -> float:
 
 
 def total_epochs(trainer: Trainer) -> int | None:
-    """Return the epochs of the whole run; None if they are not limited."""
+    """Return the number of epochs of the whole run; None if it is unlimited."""
     return None if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
 
 
 def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
-    """Return the number of global batches that the run takes in an epoch; None if it is unknown.
+    """Return the number of global batches that the run uses per epoch; None if it is unknown.
 
     Args:
         trainer: The Trainer.
-        batches: Number of batches of the training data in an epoch; None if unknown.
+        batches: Number of batches of the training data per epoch; None if unknown.
     """
     limit = trainer.limit_train_batches
     if batches is not None:
-        # Lightning's rule: an integer counts batches, a float is a share of the data.
+        # As in Lightning, an integer is a number of batches and a float is a fraction of the data.
         return min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     return limit if isinstance(limit, int) else None
 
 
 def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
-    """Raise ConfigError if an epoch is shorter than the validation interval. batches: see `epoch_batches`."""
+    """Raise ConfigError if an epoch has fewer batches than trainer.val_check_interval.
+
+    Args:
+        trainer: The Trainer.
+        batches: Number of batches of the training data per epoch; None if unknown.
+    """
     interval, taken = trainer.val_check_interval, epoch_batches(trainer, batches)
     if trainer.check_val_every_n_epoch is None or not isinstance(interval, int) or taken is None or interval <= taken:
         return
@@ -97,12 +107,18 @@ def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:
-    """Return the optimizer steps of the whole run; None if its end is unknown. batches: see `epoch_batches`."""
+    """Return the number of optimizer steps of the whole run; None if it is unknown.
+
+    Args:
+        trainer: The Trainer.
+        limits: Limits of the run.
+        batches: Number of batches of the training data per epoch; None if unknown.
+    """
     batches = epoch_batches(trainer, batches)
     epochs = total_epochs(trainer)
     known = [steps for steps in (limits.max_steps, trainer.max_steps) if steps is not None and steps >= 0]
     if batches is not None and epochs is not None:
-        # Batches may have had another size before a resume: add the steps that are done and those that are left.
+        # The batch size may have changed at a resume, so completed and remaining steps are counted separately.
         done = limits.resumed or Position(epoch=0, batch=0, step=0, batches=0)
         scheduler = accumulation_scheduler(trainer)
         if scheduler is None:
@@ -118,22 +134,23 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
 
 
 def accumulation_scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    """Return the callback that sets the accumulated batches of each epoch; None without one."""
+    """Return the callback that sets the number of accumulated batches per epoch; None if there is none."""
     callbacks = vars(trainer).get("callbacks", ())
     return next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run: batch `batch` of epoch `epoch` is next.
+    """Position of a run: the next batch, and the completed steps and batches.
 
     Attributes:
-        epoch: Epoch, counted from 0.
-        batch: Batch in the epoch, counted from 0.
-        step: Optimizer steps done.
-        batches: Training batches done in all epochs.
-        validation_due: Whether the validation after batch `batch - 1` is next.
-        epoch_complete: Whether that batch was the last one of its epoch, so that only the validation is left.
+        epoch: Epoch of the next batch, counted from 0.
+        batch: Number of the next batch in the epoch, counted from 0.
+        step: Number of completed optimizer steps.
+        batches: Number of completed training batches over all epochs.
+        validation_due: Whether the validation after batch `batch - 1` runs next. Default: False.
+        epoch_complete: Whether batch `batch - 1` was the last batch of its epoch, so that only its validation remains.
+            Default: False.
     """
 
     epoch: int
@@ -145,20 +162,20 @@ class Position:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Position:
-        """Return the position in a checkpoint. Checkpoints of earlier versions also have a number of samples."""
+        """Return the position saved in a checkpoint. The field `samples` of old versions is ignored."""
         return cls(**{name: value for name, value in saved.items() if name != "samples"})
 
     @property
     def is_inside(self) -> bool:
-        """True if the epoch has begun."""
+        """True if at least one batch of the epoch is completed."""
         return self.batch > 0
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
-    """Return the position in on_train_batch_start, or, for batch 0, in on_train_epoch_start.
+    """Return the position in on_train_batch_start. For batch 0 it is also valid in on_train_epoch_start.
 
-    Within a window of accumulated batches it is the first of them: the parameters did not change since, so that the
-    same gradients are computed again.
+    Within a window of accumulated batches, the position is the window's first batch. The parameters have not changed
+    since this batch, so the same gradients are computed again.
     """
     again = batch_idx % trainer.accumulate_grad_batches
     return Position(
@@ -170,7 +187,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
 
 
 def in_validation(trainer: Trainer) -> Position:
-    """Return the position during a validation in fit, which a resumed run repeats."""
+    """Return the position during a validation in fit. A resumed run repeats the validation."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
@@ -185,7 +202,7 @@ def in_validation(trainer: Trainer) -> Position:
 
 
 def after_fit(trainer: Trainer) -> Position:
-    """Return the position in on_train_end. Lightning also counts an epoch that was stopped early."""
+    """Return the position in on_train_end. If an epoch was stopped early, Lightning has already counted it."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
@@ -204,27 +221,27 @@ def is_epoch_complete(trainer: Trainer) -> bool:
 
 
 def next_batch(trainer: Trainer) -> tuple[int, int]:
-    """Return the epoch, and the batch in it, at which a new training iterator starts."""
+    """Return the epoch, and the number of the batch in the epoch, at which a new training iterator starts."""
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = False) -> dict[str, Any]:
-    """Return the state with which Lightning's fit loop continues at a position.
+    """Return the state from which Lightning's fit loop continues at a position.
 
     Args:
         trainer: The Trainer.
-        position: The position.
-        is_manual: Whether the module steps its optimizers by hand. Then a batch may have several steps, and no batches
-            are accumulated.
+        position: Position to continue from.
+        is_manual: Whether the module steps its optimizers by hand. A batch may then have several steps, and batches are
+            not accumulated. Default: False.
     """
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
-    # Inside an epoch, the epoch is ready and not started, so that Lightning calls on_train_epoch_start again. At its
-    # start, no epoch is open, and Lightning does not treat it as a restart.
+    # Inside an epoch, the epoch is marked as ready but not started, so that Lightning calls on_train_epoch_start again.
+    # At the start of an epoch, no epoch is open, and Lightning does not treat it as a restart.
     epochs = _counts(position.epoch, position.epoch) | {"ready": position.epoch + inside}
     state["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
-    # A batch that is processed but not completed is at its end, after its validation. If all are completed, a
-    # validation loop inside a batch starts again.
+    # If the validation after a batch is due, all batches are completed, and a validation loop inside the batch
+    # restarts. Otherwise the last batch is processed but not completed: its validation is over, and its end remains.
     open_batches = int(inside and not position.validation_due)
     state["epoch_loop.batch_progress"] = {
         "total": _counts(position.batches, position.batches - open_batches),
@@ -242,18 +259,18 @@ def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = Fa
     if is_manual:
         state["epoch_loop.manual_optimization.optim_step_progress"]["total"] = dict(steps)
         stepped = position.batches
-    # The x axis of self.log. Inside an epoch, Lightning adds the step of the open batch.
+    # The x axis of self.log. Inside an epoch, Lightning adds 1 for the open batch.
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": max(0, stepped - inside)}
     return state
 
 
 def forget_restart(trainer: Trainer) -> None:
-    """Make Lightning treat the rest of a resumed epoch like any other epoch. Call it in on_train_start.
+    """Make Lightning treat the rest of a resumed epoch as a normal epoch. Call this function in on_train_start.
 
-    During a restart, Lightning leaves out the update of a schedule on plateau at the end of the epoch.
+    During a restart, Lightning does not update ReduceLROnPlateau schedules at the end of the epoch.
     """
     trainer.fit_loop._restarting = False
-    # As in an uninterrupted run. Lightning counts only the start of a restarted epoch.
+    # The value of an uninterrupted run. Lightning counts only the start of a restarted epoch.
     epochs = trainer.fit_loop.epoch_progress
     epochs.current.ready = epochs.total.ready
 

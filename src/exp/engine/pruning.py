@@ -1,4 +1,4 @@
-"""End a job of a search early, by Optuna's pruner and the monitored value of each validation."""
+"""Callback that ends a job of a search early, if Optuna's pruner decides so after a validation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Pruning(Callback):
-    """A callback that ends fit, as a limit does, if the pruner decides so. All ranks end at the same batch.
+    """Callback that ends fit if the pruner prunes the trial. All ranks end at the same batch.
+
+    The run ends in the same way as at a limit such as max_steps.
 
     Args:
-        trial: Number of the trial in the study of the sweep.
+        trial: Number of the trial in the sweep's study.
         monitor: Monitored tag.
         pruner: Name of the pruner.
         sweep: Directory of the sweep.
@@ -35,9 +37,9 @@ class Pruning(Callback):
         self.sweep = sweep
         self.has_pruned = False
         self._trial: TrialOfJob | None = None
-        # Validations of the whole run, which are the steps of the pruner.
+        # Number of validations in the whole run. The pruner uses it as its step.
         self.validations = 0
-        # Position of a checkpoint of an earlier version, which has no count.
+        # Position in a checkpoint of an old version, which has no number of validations.
         self._uncounted: Position | None = None
 
     def state_dict(self) -> dict[str, int]:
@@ -53,12 +55,12 @@ class Pruning(Callback):
                 self.validations = self._uncounted.epoch // (trainer.check_val_every_n_epoch or 1)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A job that was killed after its pruning must not train again.
+        # A job that was killed after it was pruned must not train again.
         if self.validations and self._agree(trainer, lambda: self._is_pruned(trainer)):
             self._stop(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The number of batches is known from here on.
+        # Computed at this point, because the number of batches is not known earlier.
         if self._uncounted is not None:
             self.validations = _validations_before(self._uncounted, trainer)
             self._uncounted = None
@@ -74,7 +76,7 @@ class Pruning(Callback):
         self.has_pruned = trainer.should_stop = True
 
     def _agree(self, trainer: Trainer, ask: Callable[[], bool]) -> bool:
-        """Return the answer of rank 0 on all ranks."""
+        """Call `ask` on rank 0, and return its result on all ranks."""
         answer = trainer.is_global_zero and ask()
         if trainer.world_size == 1:
             return answer
@@ -103,7 +105,7 @@ class Pruning(Callback):
 
 
 def _validations_before(position: Position, trainer: Trainer) -> int:
-    """Return the number of validations before a position, without one that is due."""
+    """Return the number of completed validations before a position. A validation that is due does not count."""
     epochs, every, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch, trainer.num_training_batches
     if epochs is None and isinstance(every, int):
         return (position.batches - position.validation_due) // every
@@ -116,7 +118,7 @@ def _validations_before(position: Position, trainer: Trainer) -> int:
 
 
 def _validations(trainer: Trainer) -> int | None:
-    """Return the number of validations of the run; None if its epochs are not limited."""
+    """Return the number of validations of the run; None if the number of epochs is unlimited."""
     if trainer.max_epochs is None or trainer.max_epochs < 0 or trainer.check_val_every_n_epoch is None:
         return None
     every, batches = trainer.val_check_batch, trainer.num_training_batches

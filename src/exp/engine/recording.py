@@ -1,11 +1,11 @@
-"""The callback that runs the hooks and feeds the loggers.
+"""Callback that runs the hooks and passes values to the loggers.
 
 in each training batch                                       Recording
     on_train_batch_start                                     due hooks: at their modules, around_forward
     forward, objective, backward                             after_forward
     on_before_optimizer_step  (unscaled, not clipped)        after_backward of due hooks; learning rates
     clipping, optimizer step, schedule                       after_clipping
-    on_train_batch_end                                       after_step of due hooks; buffers the step
+    on_train_batch_end                                       after_step of due hooks; adds the step to a buffer
 every trainer.log_every_n_steps steps, before a validation,  copies the buffer to the host and writes it to the loggers;
 a checkpoint and the end                                     a loss that is not a number ends the run
 """
@@ -47,7 +47,7 @@ from exp.shared_types import EPOCH_LOSS, Batch, Stage
 log = logging.getLogger(__name__)
 
 STATE = "exp_recording"
-# Last value of each tag, for the report of a resumed run, which may not log all of them again.
+# Last value of each tag, for the report of a resumed run, which may not log every tag again.
 LATEST = "exp_latest"
 
 
@@ -55,14 +55,14 @@ class StepRecording(Callback, ABC):
     """Base class of the callbacks that run hooks and write to loggers.
 
     Args:
-        hooks: Hooks by name.
-        directory: Run directory, in which hooks write files.
-        skips: Whether steps with a loss that is not finite are skipped. Otherwise they end the run.
+        hooks: Hooks by name. Default: None.
+        directory: Run directory, in which hooks write files. Default: None.
+        skips: Whether steps with a non-finite loss are skipped. If false, such a loss ends the run. Default: False.
 
     Attributes:
-        latest: Last value of each tag, also of earlier processes of the run.
-        stage_steps: By stage, the optimizer step of the weights that were evaluated last.
-        first_point: Place of the first step on the x axis of the loggers.
+        latest: Last value of each tag, including values of earlier processes of the run.
+        stage_steps: Optimizer step of the last evaluated weights, by stage.
+        first_point: Number of the first step on the x axis of the loggers.
     """
 
     first_point = 1
@@ -80,16 +80,16 @@ class StepRecording(Callback, ABC):
         self._step_hooks = StepHooks(self.hooks, directory=directory)
         self._buffer = StepBuffer()
         self._index = self._first = 0
-        # The last learning rates of each optimizer, by phase.
+        # Last learning rates of each optimizer, by phase.
         self._rates: dict[str | None, list[float]] = {}
-        # The index at which each stage was written last.
+        # Index at which each stage was last written.
         self._stages: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
 
     @abstractmethod
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
-        """Add the losses of a step to the values to log."""
+        """Add the losses of a step to the step's values."""
 
     @abstractmethod
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
@@ -114,7 +114,7 @@ class StepRecording(Callback, ABC):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
         self._end_writing(trainer)
-        # Before an average replaces the weights, and also if they are not saved.
+        # Checked before a callback replaces the weights by averages, and also if no checkpoint is saved.
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
 
@@ -137,7 +137,8 @@ class StepRecording(Callback, ABC):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
-        # A process that resumes from the checkpoint begins after what is written.
+        # Everything up to this point must be written, because a process that resumes from the checkpoint does not
+        # repeat it.
         for logger in self._trainer.loggers:
             logger.save()
         if trainer.is_global_zero:
@@ -162,13 +163,16 @@ class StepRecording(Callback, ABC):
             log.exception("the heat maps cannot be drawn; the run ends with the earlier error")
 
     def _reseed(self, epoch: int) -> None:
-        """Set the generators for the hooks at the start of an epoch; -1 is the start of training."""
+        """Set the random generators of the hooks at the start of an epoch. Epoch -1 is the start of training."""
         reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
 
     # --- the step ---
 
     def _record_update(self, optimizer: Optimizer) -> None:
-        """Record unscaled gradients before an optimizer steps, and its learning rates if they changed or are due."""
+        """Run after_backward of the due hooks on unscaled gradients, and record the optimizer's learning rates.
+
+        Learning rates are recorded if they changed, or if this step is written.
+        """
         found, phase = self._step_hooks.before_step(), self._step_hooks.turn.phase
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if rates != self._rates.get(phase) or self._is_flush(self._index + 1):
@@ -176,7 +180,7 @@ class StepRecording(Callback, ABC):
             found.update(name_rates(optimizer, rates, phase=phase))
 
     def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
-        """Buffer a step that has ended, and write the buffer if it is due."""
+        """Add a completed step to the buffer, and write the buffer if it is due."""
         self._index += 1
         self._buffer.add(Recorded(self._index, record.size, losses, record.found, terms))
         if self._is_flush(self._index):
@@ -188,7 +192,7 @@ class StepRecording(Callback, ABC):
     # --- writing ---
 
     def flush(self, trainer: Trainer) -> None:
-        """Write the buffered steps. Every rank must call it at the same step.
+        """Write the buffered steps. Every rank must call this method at the same step.
 
         Raises:
             NonFiniteError: A loss is not finite.
@@ -199,7 +203,7 @@ class StepRecording(Callback, ABC):
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and precision.skips:
-            # They belong to the last buffered step.
+            # These values belong to the last buffered step.
             last = self._buffer.last.values
             last["precision/skipped_steps"] = precision.skipped_steps
             if is_scaled:
@@ -213,11 +217,11 @@ class StepRecording(Callback, ABC):
                 precision.check_values(step.values, step=step.index)
 
     def progress_values(self) -> dict[str, float]:
-        """Return the last values for the console: losses and metrics of stages, without the terms of a loss."""
+        """Return the latest losses and metrics of stages by tag, for the console. Single terms of a loss are left out."""
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write values by tag to all loggers, and panels to exp's loggers: Lightning's take only numbers."""
+        """Write values by tag to all loggers, and panels to exp's loggers. Lightning's loggers accept only numbers."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
@@ -239,7 +243,7 @@ class StepRecording(Callback, ABC):
                 self._show(pictures, index)
 
     def _draw(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
-        """Draw panels. A panel that cannot be drawn is reported once, and does not end the run."""
+        """Return the drawn panels. A panel that cannot be drawn is reported once and does not end the run."""
         shown = {}
         for tag, panel in panels.items():
             if tag in self._undrawn:
@@ -261,13 +265,16 @@ class StepRecording(Callback, ABC):
 
 
 def is_written(index: int, *, first: int, every: int) -> bool:
-    """Return whether a step is written: every `every` steps, and 1, 2, 4, 8 ... steps after step `first`."""
+    """Return whether the values of a step are written.
+
+    Every step that is a multiple of `every` is written. At the start, also the steps 1, 2, 4, 8 ... after step `first`.
+    """
     done = index - first
     return index % every == 0 or (done < every and done & (done - 1) == 0)
 
 
 def require_loss(values: Mapping[str, float], stage: Stage) -> None:
-    """Raise RunError if an evaluation gave no loss."""
+    """Raise RunError if an evaluation computed no loss."""
     if f"loss/{stage}" not in values:
         raise RunError(
             f"loss/{stage} has no value: no target of the {stage} samples counts; expected at least one target that "
@@ -276,17 +283,22 @@ def require_loss(values: Mapping[str, float], stage: Stage) -> None:
 
 
 def is_shown(tag: str) -> bool:
-    """Return whether a tag is a stage's loss or metric, and not a term of the loss."""
+    """Return whether a tag is the loss or a metric of a stage. Single terms of a loss are excluded."""
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
 
 
 class Recording(StepRecording):
-    """A callback that runs hooks, and writes their values and those of the steps to all loggers.
+    """Callback that runs hooks, and writes the values of hooks and steps to all loggers.
 
-    It must come before callbacks that read `trainer.callback_metrics`.
+    It must precede callbacks that read `trainer.callback_metrics`.
+
+    Args:
+        hooks: Hooks by name. Default: None.
+        directory: Run directory, in which hooks write files. Default: None.
+        skips: Whether steps with a non-finite loss are skipped. Default: False.
 
     Attributes:
-        metrics: Values of epochs, which callbacks compare.
+        metrics: Values of epochs by tag, which callbacks compare.
     """
 
     _module: TrainingModule
@@ -300,8 +312,8 @@ class Recording(StepRecording):
         self._start_window()
 
     def _start_window(self) -> None:
-        """Start a window: the batches of one optimizer step."""
-        # Loss and terms of the gradients of the update; None with phases.
+        """Reset the state of a window: the batches of one optimizer step."""
+        # Loss and terms from which the gradients of the update were computed; None with phases.
         self._result: StepResult | None = None
         self._losses: list[Tensor] = []
         self._micro_batches = 0
@@ -315,7 +327,7 @@ class Recording(StepRecording):
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:
-        """Leave out losses that are not finite, for a caller that ends the training. Call it after `setup`."""
+        """Leave out losses that are not finite, for a caller that ends the training. Call this method after `setup`."""
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -334,7 +346,7 @@ class Recording(StepRecording):
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # With phases this is Lightning's empty backward; phases report their backward.
+        # With phases, Lightning calls this hook after an empty backward; the phases report their own backward.
         if not self._module.phases:
             self._step_hooks.after_backward()
 
@@ -371,7 +383,7 @@ class Recording(StepRecording):
 
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
         loss = losses[0]
-        # The mean over the steps that were not skipped; nan if all were skipped.
+        # The epoch's loss is the mean over the steps that were not skipped; nan if all were skipped.
         if not self._skips or math.isfinite(loss):
             self._epoch_sum += loss * step.size
             self._epoch_size += step.size
@@ -386,9 +398,9 @@ class Recording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")
-        # A limit may end the run within an epoch. A longer run continues with the sums.
+        # If a limit ends the run within an epoch, a longer run continues with these sums.
         sums = self._epoch_sum, self._epoch_size
-        # Weighted terms are summed with their divisors; otherwise the mean of the epoch follows from its steps.
+        # Weighted terms are summed with their divisors. Otherwise, the epoch's mean is computed from its steps.
         weighed = self._module.objective.weighed
         state = None if is_epoch_complete(trainer) else values.state(trainer.strategy, with_losses=bool(weighed))
         found = values.finish(trainer.strategy) if values.measures or weighed else {}
@@ -417,9 +429,9 @@ class Recording(StepRecording):
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Give values to callbacks and schedules. self.log would cost half a millisecond per value.
+        """Pass values to callbacks and schedules. self.log is not used, because it takes half a millisecond per value.
 
-        Tested with Lightning 2.6.6: `trainer.callback_metrics` is the dict that Lightning keeps.
+        Tested with Lightning 2.6.6: `trainer.callback_metrics` is the dict that Lightning itself keeps.
         """
         self.metrics.update(values)
         trainer.callback_metrics.update(_tensors(values))
@@ -445,5 +457,5 @@ class Recording(StepRecording):
 
 
 def _tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return values as tensors, as Lightning's callbacks compare them, in the precision of a report."""
+    """Return values as float64 tensors, because Lightning's callbacks compare tensors."""
     return {tag: torch.tensor(value, dtype=torch.float64) for tag, value in values.items()}

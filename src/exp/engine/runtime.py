@@ -1,7 +1,7 @@
-"""Apply the config's `runtime` to a network: memory format, compilation and threads.
+"""Application of the config's `runtime` to a network: memory format, compilation and threads.
 
-With runtime.channels_last, images and convolution weights have their channels innermost in memory. The numbers are the
-same, except that kernels may round differently.
+With runtime.channels_last, the channels of images and convolution weights are innermost in memory. Results are equal
+except for the rounding of kernels.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from exp.engine.compilation import compile_network
 from exp.engine.module import TrainingModule
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
-# Multiply-adds of an operator in the forward. On two idle cores a second thread saved nothing for an MLP 64-256-256-10
-# (3.8 million, batch 64), a fifth for the ResNet (8.7) and a factor of 1.8 for an MLP of 512 (16). If other processes
-# use the second core, each operator waits for it: steps of 2.5 ms took 63 ms.
+# Multiply-adds of one operator in the forward, below which one CPU thread is used. Measured on two idle cores, a second
+# thread saved nothing for an MLP 64-256-256-10 (3.8 million, batch 64). It saved a fifth for the ResNet (8.7 million),
+# and a factor of 1.8 for an MLP of width 512 (16 million). If other processes use the second core, each operator waits
+# for it: steps of 2.5 ms took 63 ms.
 SMALL_OPERATOR = 12e6
 
 
 def switch_on(module: TrainingModule, runtime: RuntimeSettings) -> None:
-    """Apply the memory format and the compilation, before the module is placed on a device."""
+    """Apply memory format and compilation. Call this function before the module is moved to a device."""
     if runtime.channels_last:
         put_channels_last(module.network)
     if runtime.compile:
@@ -33,16 +34,16 @@ def switch_on(module: TrainingModule, runtime: RuntimeSettings) -> None:
 
 
 def block_launches(is_wanted: object) -> None:
-    """Make this process and its children wait for each kernel, if `runtime.cuda_blocking` is true.
+    """Make this process and its children wait for each CUDA kernel, if `runtime.cuda_blocking` is true.
 
-    Call it before the first use of a GPU, because CUDA reads the variable once.
+    Call this function before the first use of a GPU, because CUDA reads the environment variable only once.
     """
     if is_wanted is True:
         os.environ[BLOCKING] = "1"
 
 
 def put_channels_last(network: nn.Module) -> None:
-    """Convert the weights `[C, C', H, W]` of a network, and all later inputs `[B, C, H, W]`, to channels last."""
+    """Convert the weights `[C, C', H, W]` and all later inputs `[B, C, H, W]` of a network to channels last."""
     move: Callable[..., nn.Module] = network.to  # the stubs of torch 2.14 and older have no memory_format alone
     move(memory_format=torch.channels_last)
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
@@ -63,25 +64,27 @@ def _to_channels_last(value: object) -> object:
 
 
 def threads_of(requested: int | None, *, operator: float | None) -> int | None:
-    """Return the number of CPU threads of an operator; None for torch's default, OMP_NUM_THREADS or the cores.
+    """Return the number of CPU threads per operator; None for torch's default (OMP_NUM_THREADS or the number of cores).
 
     Args:
-        requested: Number in the config. None takes one thread for a network of small operators.
-        operator: Multiply-adds of an operator in the forward of a process's share of a batch, as a mean weighted by
-            multiply-adds, or an upper bound; None if unknown.
+        requested: Number in the config. None selects one thread for a network of small operators.
+        operator: Multiply-adds of one operator in the forward on this process's part of a batch; None if unknown. It is
+            a mean weighted by multiply-adds, or an upper bound.
     """
     return 1 if requested is None and operator is not None and operator < SMALL_OPERATOR else requested
 
 
 def set_threads(count: int | None) -> None:
-    """Set the number of threads of this process; see `threads_of`."""
+    """Set the number of CPU threads of this process. None changes nothing."""
     if count is not None:
         torch.set_num_threads(count)
 
 
 def operator_at_most(network: nn.Module, *, positions: int) -> float:
-    """Return an upper bound of the multiply-adds of an operator for one sample.
+    """Return an upper bound on the multiply-adds of one operator for one sample.
 
-    positions: numbers in the largest input of a sample, which no layer exceeds by its positions.
+    Args:
+        network: The network.
+        positions: Number of elements in the largest input of a sample. No layer has more positions.
     """
     return float(max((one.numel() for one in network.parameters()), default=0) * positions)

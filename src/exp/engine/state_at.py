@@ -1,4 +1,4 @@
-"""Save the state of a run at a position, and end the run."""
+"""Callback that saves the state of a run at a given position and ends the run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from exp.engine.checkpointing import Checkpointing
 from exp.engine.progress import Position, before_batch, in_validation
 from exp.shared_types import Batch
 
-# File in the checkpoints directory.
+# File name in the checkpoints directory.
 STATE = "state.ckpt"
 
 
 class StateAt(Callback):
-    """A callback for `exp.resume RUN --verify`, which trains a run again up to a position.
+    """Callback of `exp.resume RUN --verify`, which trains a run again up to a position and saves the state.
 
-    It is not needed for the last state of a run, which is in last.ckpt.
+    The callback is not needed for the last state of a run, because last.ckpt contains it.
 
     Args:
-        position: Some or all fields of exp.engine.progress.Position. The first position with these values is saved.
+        position: Values of some or all fields of exp.engine.progress.Position. The first position with these values is
+            saved.
     """
 
     def __init__(self, *, position: Mapping[str, int | bool | None]) -> None:

@@ -1,9 +1,9 @@
-"""Call the hooks of a run at their places in a step and in an evaluation.
+"""Observer that calls the hooks of a run during steps and evaluations.
 
-A step has four phases, in which hooks give values. StepRecord collects them until the step ends:
+A step has four phases, in which hooks return values. StepRecord collects the values until the step ends:
 
-forward     after_forward: of each micro-batch; the values of the last one count
-backward    after_backward: the gradients are true and not clipped
+forward     after_forward: after each micro-batch; the values of the last micro-batch are kept
+backward    after_backward: the gradients are unscaled and not clipped
 clipping    after_clipping
 step        after_step: the parameters are updated
 """
@@ -40,18 +40,18 @@ from exp.strategies.model_parallel import ModelParallel, gather_data, gather_ran
 
 log = logging.getLogger(__name__)
 
-# First words of tags that the engine writes itself.
+# First parts of the tags that the engine itself writes.
 ENGINE, ENGINE_TAGS = "the engine", ("loss", "optimizer", "precision")
 Found = dict[str, Tensor | float | Panel]
-# The hook that logs a tag, or the engine.
+# Maps each tag to the hook that logs it, or to the engine.
 Owners = dict[str, str]
 
 
 class Due:
-    """The hooks of one step by the methods that they override.
+    """Hooks that are due in a step, listed by the methods that they override.
 
     Args:
-        hooks: Hooks with the methods that do nothing in this step.
+        hooks: Due hooks, with the names of the methods that do nothing in this step.
     """
 
     def __init__(self, hooks: Mapping[Hook, frozenset[str]]) -> None:
@@ -69,21 +69,21 @@ class Due:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The current optimizer step.
+    """Record of the current optimizer step.
 
     Attributes:
-        index: Optimizer step, counted from 1.
+        index: Number of the optimizer step, counted from 1.
         due: Hooks that are due.
-        size: Samples of its global batches so far.
-        batch_idx: Number of the last micro-batch.
+        size: Number of samples in the step's global batches so far.
+        batch_idx: Number of the last micro-batch in the epoch.
         data: Data of the last micro-batch.
         weight: Weight of the last micro-batch.
-        batches: Micro-batches with their numbers, if a hook asks for them.
-        losses: Losses of the micro-batches, if a hook asks for them.
+        batches: Micro-batches with their numbers; empty if no hook needs them.
+        losses: Losses of the micro-batches; empty if no hook needs them.
         found: Values of hooks by tag.
-        is_stepped: Whether an optimizer steps, or has stepped.
-        is_clipping: Whether hooks look at the gradients after clipping.
-        seen: The step for hooks; None until a hook needs it.
+        is_stepped: True if an optimizer is stepping or has stepped.
+        is_clipping: True if hooks must be called after clipping.
+        seen: Step object that hooks receive; None until a hook needs it.
     """
 
     index: int
@@ -101,15 +101,17 @@ class StepRecord:
 
 
 class StepHooks(StepObserver):
-    """An observer that calls the hooks. Recording reports batches and steps, and the module the events between them.
+    """Observer that calls the hooks.
+
+    Recording calls the methods for batches and steps. The module calls the methods for the events within a step.
 
     Args:
         hooks: Hooks by name.
-        directory: Run directory, in which hooks write files.
+        directory: Run directory, in which hooks write files. Default: None.
 
     Attributes:
-        turn: The current pass of phases.
-        record: The current step; None between two steps.
+        turn: Current pass over the micro-batches.
+        record: Record of the current step; None between two steps.
     """
 
     _trainer: RunTrainer
@@ -124,7 +126,7 @@ class StepHooks(StepObserver):
         self._pausing = _hooks_with(self._all, "pause")
         self._evaluating = _hooks_with(self._all, "evaluated")
         self._finishing = _hooks_with(self._all, "after_evaluation")
-        # One object for each combination of due hooks.
+        # Cache with one Due object for each combination of due hooks.
         self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
         self._samples = 0
         self._total_steps: int | None = None
@@ -132,13 +134,13 @@ class StepHooks(StepObserver):
         self._owners: Owners = {}
 
     def __deepcopy__(self, memo: object) -> StepObserver:
-        """Return an observer that does nothing, for copies of the module by callbacks that average weights."""
+        """Return an observer that does nothing, because callbacks that average weights copy the module."""
         return UNOBSERVED
 
     # --- the run ---
 
     def attach(self, trainer: Trainer, module: TrainingModule | OwnModule) -> None:
-        """Attach all hooks in fit, and in another stage those that act in evaluations."""
+        """Attach the hooks. Outside of fit, only the hooks that act in evaluations are attached."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
         self._end_step()
         self.turn, self._same = WHOLE_STEP, {}
@@ -204,7 +206,9 @@ class StepHooks(StepObserver):
         return due
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Call the hooks before an optimizer steps, also in a pass that is not recorded."""
+        """Call before_update of the due hooks. In contrast to other methods, it is called in every pass over the
+        micro-batches.
+        """
         record = self.record
         if record is None or not record.due.before_update:
             return
@@ -224,17 +228,21 @@ class StepHooks(StepObserver):
             hook.before_update(step, update)
 
     def before_step(self) -> Found:
-        """Record unscaled gradients before an optimizer steps. Return the values of hooks for the step so far."""
+        """Call after_backward of the due hooks on unscaled gradients. Return the values of the step so far."""
         record = self.record
         assert record is not None
         record.is_stepped, record.is_clipping = True, bool(record.due.after_clipping)
         for hook in record.due.at_modules:
-            hook.disengage()  # other hooks may run the network from here on
+            # Other hooks may run the network after this point.
         self._call(record.due.after_backward, "after_backward")
         return record.found
 
     def end_batch(self, *, ends_step: bool = False) -> StepRecord | None:
-        """End a micro-batch. Return the step if it has ended: an optimizer has stepped, or `ends_step`."""
+        """End a micro-batch. Return the record if the step has ended; None otherwise.
+
+        Args:
+            ends_step: Whether the step ends with this micro-batch. If false, the step ends if an optimizer has stepped.
+        """
         record = self.record
         assert record is not None
         due = record.due
@@ -254,7 +262,7 @@ class StepHooks(StepObserver):
 
     @contextmanager
     def around_forward(self, data: object) -> Iterator[None]:
-        # Phases, and optimizers that call their closure again, run several forwards in a step.
+        # Phases run several forwards in a step. So do optimizers that call their closure several times.
         record = self.record
         assert record is not None
         record.data = data
@@ -300,7 +308,8 @@ class StepHooks(StepObserver):
                 hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
-        """Record the values of hooks. The tags end with the name of the current phase."""
+        """Call a method of hooks and record the returned values. With phases, the phase's name is appended to the tags.
+        """
         record, phase = self.record, self.turn.phase
         if record is None or not hooks:
             return
@@ -317,7 +326,7 @@ class StepHooks(StepObserver):
         self.record, self.watches_forward = None, False
 
     def _last_loss(self) -> list[Tensor]:
-        """Return the loss of the last training step; with phases that of the last phase."""
+        """Return a list with the loss of the last training step or phase. The list is empty if there is no loss."""
         loss = self._module.last.loss
         return [] if loss is None else [loss]
 
@@ -328,7 +337,7 @@ class StepHooks(StepObserver):
                 index=record.index,
                 epoch=self._trainer.current_epoch,
                 accumulated=self._trainer.accumulate_grad_batches,
-                # Callbacks may replace and set them between two steps.
+                # Read in each step, because callbacks may replace optimizers and settings.
                 optimizers=each_optimizer(self._trainer.optimizers),
                 clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
@@ -345,7 +354,7 @@ class StepHooks(StepObserver):
         step.data, step.weight, step.batches = record.data, record.weight, record.batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:
-        # Once, because Lightning's properties are chains of lookups.
+        # Cached, because Lightning's properties are chains of lookups.
         trainer, module = self._trainer, self._module
         self._same = {
             "network": module.network,
@@ -372,7 +381,7 @@ class StepHooks(StepObserver):
             hook.evaluated(stage, values)
 
     def finish(self, stage: Stage, trainer: Trainer) -> Found:
-        """Return the values of hooks at the end of an evaluation. Every rank must call it."""
+        """Return the values of hooks at the end of an evaluation. Every rank must call this method."""
         gather = partial(gather_data, strategy=trainer.strategy)
         found: Found = {}
         for hook in self._finishing:
@@ -389,14 +398,14 @@ def _hooks_with(hooks: Sequence[Hook], method: str) -> list[Hook]:
 
 
 def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, ending: str = "") -> Values:
-    """Return the values of a method of a hook by tag.
+    """Call a method of a hook and return the values by tag.
 
     Args:
         hook: The hook.
-        method: Name of its method.
+        method: Name of the method.
         arguments: Arguments of the method.
-        owners: Owner of each tag; new tags are added.
-        ending: Is added to each tag.
+        owners: Owner of each tag. New tags are added to this dict.
+        ending: Text appended to each tag. Default: empty.
 
     Raises:
         RunError: The method did not return a mapping, or a tag has another owner.

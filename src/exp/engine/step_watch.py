@@ -1,4 +1,4 @@
-"""End the process of a run that hangs, and write where each of its threads is."""
+"""Callback that ends the process of a hanging run and writes the stack of each thread."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import IO
 
 from lightning.pytorch import Callback
 
-# The timer is a thread of faulthandler's. A new one for each batch would cost 50 us.
+# The timer is a thread of faulthandler. Starting a new timer for each batch would take 50 us per batch.
 SECONDS_BETWEEN_TIMERS = 1.0
 
 
 class StepWatch(Callback):
-    """Ends the process if a batch of training, test or prediction takes longer than a limit.
+    """Callback that ends the process if a batch of training, test or prediction takes longer than a limit.
 
-    The time between the ends of two batches counts: loading, saving and the first compilation are included. A batch of
-    validation restarts the timer, too.
-    faulthandler's timer runs without Python, so it also ends a process in which code holds the interpreter lock.
+    The measured time is between the ends of two batches. It includes loading, saving and the first compilation. The end
+    of a validation batch restarts the timer, too. faulthandler's timer runs without Python. It therefore also ends a
+    process in which code blocks the interpreter lock.
 
     Args:
         seconds: Limit in seconds.

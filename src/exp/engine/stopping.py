@@ -1,4 +1,4 @@
-"""End a run at max_steps, max_time and signals. All ranks stop at the same batch."""
+"""Callback that ends a run at max_steps, at max_time and after signals. All ranks stop at the same batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from exp.shared_types import Batch
 from exp.signals import SignalFlag
 
 STATE = "exp_seconds"
-# Seconds between two collectives in which ranks agree.
+# Seconds between two collective calls in which the ranks agree on signals and limits.
 AGREE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class Stopping(Callback):
-    """A callback that ends fit at a limit, and any stage at a signal.
+    """Callback that ends fit at a limit, and any stage after a signal.
 
-    At a limit the run ends as after its last epoch: with the validation, the end of the epoch and a checkpoint. After a
-    signal the state is saved, and Interrupted is raised before a validation that may take long.
+    At a limit, the run ends in the same way as after its last epoch: with the validation, the end of the epoch and a
+    checkpoint. After a signal, the state is saved and Interrupted is raised. A validation that is due is not run,
+    because it may take long.
 
     Args:
-        limits: Limits of the run.
-        checkpointing: Writes the state after a signal; None saves nothing.
+        limits: Limits of the run. Default: no limits.
+        checkpointing: Callback that saves the state after a signal. None saves nothing. Default: None.
     """
 
     def __init__(self, *, limits: Limits | None = None, checkpointing: Checkpointing | None = None) -> None:
@@ -46,7 +47,7 @@ class Stopping(Callback):
         self._started: float | None = None
         self._countdown = self._interval = 1
         self._last_agreed = 0.0
-        # Reason why the training ended; None before its end.
+        # Reason why the training ended; None while it runs.
         self.ended_by: str | None = None
 
     # --- a limit ---
@@ -108,13 +109,15 @@ class Stopping(Callback):
     # --- a signal ---
 
     def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Stop after a signal, at the start of a window of accumulated batches. Every rank must call it."""
+        """End the run if a signal was received, at the start of a window of accumulated batches. Every rank must call
+        it.
+        """
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
             self._leave(trainer, before_batch(trainer, batch_idx))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._seconds_before = None, self.seconds
-        # Callbacks such as EarlyStopping have set their reasons before.
+        # Callbacks such as EarlyStopping have already set their reasons.
         self.ended_by = self.reason(trainer)
         self._countdown = 1
         self._look(trainer)
@@ -151,14 +154,14 @@ class Stopping(Callback):
         self.on_test_batch_end(trainer)
 
     def _begin(self) -> None:
-        # Not in setup, because Lightning installs its handlers just before this call.
+        # Not in setup, because Lightning installs its signal handlers just before this call.
         self._signals.install()
         self._agreed = 0
         self._countdown = self._interval = 1
         self._last_agreed = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
-        """Check on all ranks for a signal to any rank, and for limits by the clock of rank 0."""
+        """Check for a signal on any rank, and for time limits by the clock of rank 0."""
         received, seconds, checkpointing = self._signals.received or 0, self.limits.max_seconds, self.checkpointing
         if trainer.world_size > 1:
             self._countdown -= 1
@@ -175,11 +178,14 @@ class Stopping(Callback):
             trainer.should_stop = True
 
     def _agree(self, trainer: Trainer, received: int, is_over: bool, is_late: bool) -> tuple[int, bool, bool]:
-        """Return the largest signal of all ranks, and the flags of rank 0, because clocks differ."""
+        """Return the largest signal number of all ranks, and the flags of rank 0.
+
+        Only rank 0 decides on time limits, because the clocks of ranks differ.
+        """
         now = time.monotonic()
         fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
         of_first = [int(trainer.is_global_zero and one) for one in (is_over, is_late)]
-        # The maximum of negative intervals is the shortest one.
+        # Intervals are negated, so that the maximum over ranks gives the shortest interval.
         mine = [received, -min(fitting, 2 * self._interval), *of_first]
         agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
         signum, interval, over, late = agreed.tolist()
@@ -228,9 +234,9 @@ def end_by_steps(limit: int | None) -> str:
 
 
 def _restore_trained_weights(trainer: Trainer) -> None:
-    """Make Lightning's WeightAveraging put the trained weights back into the module within a validation.
+    """Make Lightning's WeightAveraging restore the trained weights of the module during a validation.
 
-    Otherwise a checkpoint would have the averages as trained weights (Lightning 2.6.6).
+    Otherwise a checkpoint would contain the averages as trained weights (Lightning 2.6.6).
     """
     for callback in vars(trainer)["callbacks"]:
         if isinstance(callback, WeightAveraging):

@@ -1,7 +1,7 @@
-"""The record of a search: an Optuna study in the directory of the sweep, which Optuna's tools can read.
+"""Record of a search: an Optuna study in the sweep directory, which Optuna's tools can read.
 
-The sweep writes proposals and their results. A job reports its values and asks whether it is pruned. This module does
-not import torch.
+The sweep writes proposals and their results. A job reports its values and asks the pruner whether it is pruned. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
 
 JOURNAL = "sweep.journal"
 STUDY = "sweep"
-# Attribute of a trial: the step at which it was pruned.
+# Attribute of a trial with the step at which the trial was pruned.
 PRUNED_AT = "pruned_at"
-# Bytes at the end of the journal in which its last line begins.
+# The last line of the journal must begin within this number of bytes before its end.
 MOST_OF_LINE = 2**20
 
 
 def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
     """Return Optuna's pruner. Asynchronous successive halving and hyperband keep a third of the trials at each rung.
 
-    epochs: largest number of reports of a job; None if unknown.
+    Args:
+        name: Name of the pruner.
+        epochs: Largest number of reports of a job; None if unknown.
     """
     from optuna import pruners
 
     if name == "median":
-        # Optuna counts steps from 0, exp from 1: no decision at the first report.
+        # Optuna counts steps from 0 and exp from 1, so that 2 means: no pruning at the first report.
         return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
     if name == "asha":
         return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
@@ -49,9 +51,9 @@ def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
 
 
 class _JournalLock:
-    """A lock of the journal by the operating system. Unlike Optuna's locks, it ends with the process that holds it.
+    """Lock of the journal by the operating system. Unlike Optuna's locks, it is released when its process ends.
 
-    Optuna 5.0 calls these two methods.
+    Optuna 5.0 calls the methods acquire and release.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +61,7 @@ class _JournalLock:
         self._file: BinaryIO | None = None
 
     def acquire(self) -> bool:
-        """Wait for the lock, and remove an incomplete last line of a killed process."""
+        """Wait for the lock. Then remove an incomplete last line, which a killed process may have left."""
         self._file = self._path.open("rb+")
         lock(self._file)
         size = self._file.seek(0, os.SEEK_END)
@@ -74,7 +76,7 @@ class _JournalLock:
 
 
 def open_journal(directory: Path) -> BaseStorage:
-    """Return the journal of the trials of a sweep."""
+    """Return the journal with the trials of a sweep. The file is created if it does not exist."""
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
 
@@ -85,7 +87,7 @@ def open_journal(directory: Path) -> BaseStorage:
 
 @contextmanager
 def report_unreadable(directory: Path) -> Iterator[None]:
-    """Raise ConfigError if the journal of a sweep cannot be read."""
+    """Return a context that raises ConfigError if the sweep's journal cannot be read."""
     try:
         yield
     except ExpError:
@@ -98,13 +100,13 @@ def report_unreadable(directory: Path) -> Iterator[None]:
 
 
 class TrialOfJob:
-    """The trial of a job.
+    """Optuna trial of one job of the sweep.
 
     Args:
         number: Number of the trial.
         directory: Directory of the sweep.
         pruner: Name of the pruner.
-        epochs: Largest number of reports; None if unknown.
+        epochs: Largest number of reports of the job; None if unknown.
 
     Raises:
         MissingExtraError: Optuna is not installed.
@@ -131,7 +133,8 @@ class TrialOfJob:
 
         Args:
             value: Monitored value.
-            step: Step, counted from 1. A value that was recorded before a resume remains.
+            step: Number of the validation, counted from 1. If this step was already reported before a resume, the old
+                value is kept.
         """
         if self.pruned_at is not None:
             return step >= self.pruned_at
@@ -149,7 +152,7 @@ class TrialOfJob:
 
 @contextmanager
 def silence_optuna() -> Iterator[None]:
-    """Silence Optuna's log of trials and its warnings of experimental features."""
+    """Return a context without Optuna's log messages about trials and its warnings about experimental features."""
     import optuna
 
     before = optuna.logging.get_verbosity()

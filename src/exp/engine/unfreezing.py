@@ -1,8 +1,8 @@
-"""Freeze and unfreeze parameters by epoch, as `freeze.unfreeze` in the config states.
+"""Callback that freezes and unfreezes parameters by epoch, as `freeze.unfreeze` in the config specifies.
 
-The trained parameters depend only on the epoch, so that a resumed run has those of an uninterrupted run. The optimizer
-has all parameters from the start. torch skips parameters without a gradient, also their decay and momentum.
-So the optimizer does not change with the epoch. Lightning's BackboneFinetuning instead adds groups to the optimizer.
+The trained parameters depend only on the epoch, so that a resumed run trains the same parameters. The optimizer has all
+parameters from the start, and stays the same in every epoch. torch skips parameters without a gradient, including their
+weight decay and momentum. Lightning's BackboneFinetuning instead adds parameter groups to the optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Unfreezing(Callback):
-    """A callback that sets the trained parameters at the start of each epoch, and keeps frozen norms in eval mode.
+    """Callback that selects the trained parameters at the start of each epoch. Frozen norm layers stay in eval mode.
 
     Args:
         freezing: Trained parameters by epoch.
@@ -34,14 +34,14 @@ class Unfreezing(Callback):
         self._learning: frozenset[str] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning warns of modules in eval mode at this point.
+        # Set to train mode, because Lightning warns about modules in eval mode at this point.
         for norm in held_norms(pl_module):
             norm.training = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for norm in held_norms(pl_module):
             norm.training = False
-        # A run that resumes within an epoch has no on_train_epoch_start before its first batch.
+        # Lightning does not call on_train_epoch_start for a run that resumes within an epoch.
         self._learning = None
         self._begin(trainer, pl_module)
 
@@ -64,7 +64,7 @@ class Unfreezing(Callback):
 
 
 def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetails]:
-    """Return an error if no parameter is trained in the first epoch."""
+    """Return an error if no parameter is trained in the first epoch; an empty list otherwise."""
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
@@ -73,9 +73,10 @@ def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetai
 
 
 def _wrap_again(trainer: Trainer, module: nn.Module) -> None:
-    """Wrap the module for ddp again, whose reducer waits for the gradients of the earlier trained parameters.
+    """Wrap the module in DistributedDataParallel again.
 
-    Tested with Lightning 2.6.6: DDPStrategy.configure_ddp wraps `strategy.model`.
+    The old wrapper would wait for the gradients of the parameters that were trained before. Tested with Lightning
+    2.6.6: DDPStrategy.configure_ddp wraps `strategy.model`.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Read the weights of a network from files of several programs, without executing code."""
+"""Function that reads a network's weights from files of several programs, without executing code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from exp.errors import MissingExtraError, RunError
 from exp.models.lora import merge_state_dict
 from exp.spelling import among
 
-# Entries in which programs usually save a state dict.
+# Entries under which programs usually save a state dict.
 PLACES = ("state_dict", "model_state_dict", "model", "module", "params", "net")
-# Prefixes that wrappers add to all names.
+# Prefixes that wrapper modules add to all names.
 WRAPPERS = ("module.", "_orig_mod.")
 OWN = "network."
 
@@ -25,8 +25,9 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
     """Return the tensors of an exp checkpoint, a state dict of torch, or a safetensors file, on the CPU.
 
     Args:
-        path: The file.
-        averaged: Whether to return the averaged or the trained weights of a run with an average. Default: True.
+        path: Path of the file.
+        averaged: Whether to return the averaged weights of a run that averages weights. If false, the trained weights
+            are returned. Default: True.
 
     Raises:
         RunError: The file is missing or damaged, or has no weights.
@@ -34,7 +35,7 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
     """
     if path.suffix == ".safetensors":
         return _safetensors(path)
-    # Files of torch before 1.6 are no zip files.
+    # Files of torch before 1.6 are not zip files.
     content = read_plain(path) if zipfile.is_zipfile(path) else _legacy(path)
     if isinstance(content, Mapping) and not averaged:
         if CURRENT not in content:
@@ -59,7 +60,7 @@ def _state_dict(content: object) -> dict[str, Tensor]:
 
 
 def _bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes of exp, ddp and torch.compile from names, and merge LoRA's part into the weights."""
+    """Remove the prefixes of exp, DDP and torch.compile from names, and merge LoRA's products into the weights."""
     own = {name.removeprefix(OWN): tensor for name, tensor in weights.items() if name.startswith(OWN)}
     weights = own or weights
     for _ in WRAPPERS:

@@ -233,7 +233,7 @@ class StepHooks(StepObserver):
         assert record is not None
         record.is_stepped, record.is_clipping = True, bool(record.due.after_clipping)
         for hook in record.due.at_modules:
-            # Other hooks may run the network after this point.
+            hook.disengage()  # other hooks may run the network after this point
         self._call(record.due.after_backward, "after_backward")
         return record.found
 

@@ -1,4 +1,4 @@
-"""Answers from the outputs of a network: classes with probabilities, and numbers in the units of the data."""
+"""Predictions in the terms of the data: classes with probabilities, or numbers in original units."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
-# One number, or one for each output.
+# A number that applies to all outputs, or one number for each output.
 Numbers = float | Sequence[float]
-# The losses of classes, the kind of their outputs, and the axis of the classes.
+# Loss classes for classification, with the kind of output that they expect and the axis of the classes.
 CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (
     (CrossEntropy, "classes", -1),
     (NLL, "log_classes", -1),
@@ -30,15 +30,16 @@ NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A description of an output, which turns it into answers.
+    """A description of a network output, used to turn the output into predictions.
 
     Args:
-        target: The target that a loss compares with the output.
-        kind: Scores of classes, their log probabilities, scores of yes, or numbers.
-        axis: The axis of the classes.
-        names: The names of the classes in order; None without names.
-        mean: The mean with which training standardized the numbers; None for no standardization.
-        deviation: The deviation; see `mean`.
+        target: Name of the target that a loss compares with the output.
+        kind: Kind of the output: `classes` are scores of classes, `log_classes` are log probabilities of classes,
+            `yes_or_no` are scores of a binary answer.
+        axis: Axis of the classes.
+        names: Class names in order. None without names.
+        mean: Mean by which training standardized the target. None without standardization.
+        deviation: Standard deviation by which training standardized the target. None without standardization.
     """
 
     target: str
@@ -49,10 +50,14 @@ class Reading:
     deviation: Numbers | None = None
 
     def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the answers of an output `[N, ...]`.
+        """Return the predictions of an output.
+
+        Args:
+            output: Output `[N, ...]` of the network.
 
         Returns:
-            For classes: `class`, int64 `[N, ...]`, -1 if a score is nan; `probability` of that class; and
+            Arrays by name. For classes: `class`, int64 `[N, ...]`, -1 if a score is nan; `probability` of that class;
+            and
             `probabilities` with the classes in the last axis. For yes or no: `probability`. For numbers: `prediction`.
         """
         scores = torch.from_numpy(output).double()
@@ -76,12 +81,12 @@ class Reading:
 def readings_of(
     objective: Objective, fitted: Mapping[str, object], *, classes: Sequence[str] | None
 ) -> dict[str, Reading]:
-    """Return the description of each output that a loss compares with a target, by the output's name.
+    """Return a description of each output that a loss compares with a target, by output name.
 
     Args:
-        objective: The losses.
-        fitted: The statistics of the training split.
-        classes: The names of the classes in the config.
+        objective: Objective with the losses.
+        fitted: Statistics of the training split.
+        classes: Class names in the config, or None.
     """
     named, scales = fitted_classes(fitted), fitted_scales(fitted)
     found: dict[str, Reading] = {}

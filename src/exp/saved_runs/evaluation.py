@@ -22,13 +22,13 @@ from exp.start import fit
 
 Evaluated = Literal["test", "val", "all"]
 STAGES: tuple[Evaluated, ...] = ("test", "val", "all")
-# The sizes of splits with which a divided data set is evaluated as a whole.
+# Split sizes that make the whole data set the test split.
 WHOLE = {"train": 0, "val": 0, "test": 1.0}
-# The keys of tasks that need trained weights.
+# Keys of the config for tasks that need trained weights.
 Asked = Literal["test", "validate", "predict"]
 WAYS: tuple[Asked, ...] = ("test", "validate", "predict")
 PLACE = "evaluations"
-# The keys that such a run sets.
+# Keys that an evaluation sets itself, so that overrides must not contain them.
 OWN = ("train", *WAYS, "resume", "weights", "monitor", "mode", "sweep", "from_run")
 
 
@@ -38,17 +38,17 @@ def evaluate(
     """Evaluate a checkpoint of a run in a new run directory, outputs/<name>/evaluations/<date>/<time>.
 
     Args:
-        run: The run.
-        stage: The split. `all` evaluates the whole data set as the test split, such as new data.
+        run: The saved run.
+        stage: Split to evaluate. `all` evaluates the whole data set as the test split, for example on new data.
         weights: The checkpoint, as in RunFiles.network.
-        overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without any, only the frozen
-            config is read.
+        overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without overrides, the frozen
+            config is used unchanged.
 
     Returns:
         A report with the metrics of the stage, such as `accuracy/test`.
 
     Raises:
-        ConfigError: exp.fit refuses the config.
+        ConfigError: The config with the overrides has an error.
         RunError: The evaluation fails, or the data has no such split.
     """
     if stage not in STAGES:
@@ -71,18 +71,18 @@ def evaluate(
 def evaluation_config(
     run: RunFiles, overrides: Sequence[str], *, checkpoint: Path, asked: Asked, directory: str | Path | None = None
 ) -> DictConfig:
-    """Return the config of a run that uses the weights of another run without training.
+    """Return the config of a new run that uses the weights of a saved run without training.
 
     Args:
-        run: The other run.
-        overrides: Changes of the other run's command.
-        checkpoint: The weights.
-        asked: The task of the new run.
-        directory: The parent of the new run directory. None takes hydra.run.dir of the overrides, else
-            outputs/<name>/evaluations next to the other run.
+        run: The saved run.
+        overrides: Changes of the saved run's command.
+        checkpoint: Path of the weights.
+        asked: Task of the new run.
+        directory: Parent directory of the new run directory. None uses hydra.run.dir from the overrides, or else
+            outputs/<name>/evaluations next to the saved run.
 
     Raises:
-        ConfigError: An override sets a key that such a run sets, or exp.compose refuses it.
+        ConfigError: An override sets a key that an evaluation sets itself, or is not valid.
     """
     config = _config(run, overrides)
     now, name = datetime.datetime.now(), str(config.name)
@@ -90,7 +90,7 @@ def evaluation_config(
     place = (root / PLACE / f"{now:%Y-%m-%d}" if directory is None else Path(directory)) / f"{now:%H-%M-%S}"
     if directory is None and any(key_of(text) == "hydra.run.dir" for text in overrides):
         place = Path(config[COMPOSITION].directory)
-    # The overrides with which exp.train repeats the run.
+    # Overrides for exp.train that repeat this evaluation.
     again = [] if run.directory is None else [_from(run.directory)]
     again += ["train=false", *override_texts({key: key == asked for key in WAYS} | {"resume": str(checkpoint)})]
     with open_dict(config):

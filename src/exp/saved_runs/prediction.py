@@ -1,4 +1,4 @@
-"""Predictions of a saved run, with its preparation of data, its network, precision and class names."""
+"""Predictions of a saved run, with the data preparation, network, precision and class names of the run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from exp.shared_types import DataSpec
 from exp.start import fit
 
 ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
-# The keys of a data node that have data sets.
+# Keys of the node `data` that contain data sets.
 PLACES = ("dataset", "train", "val", "test")
-# The keys that are read from training data, because samples without targets do not determine them.
+# Keys of the node `data` that come from the training data, because samples without targets do not determine them.
 FROM_DATA = ("inputs", "input_shape", "input_dtype", "num_classes", "num_outputs")
-# The keys of a data node that only affect training.
+# Keys of the node `data` that affect only training.
 OF_TRAINING = ("sampler", "batch_sampler")
 
 
@@ -45,10 +45,10 @@ class Predictions:
     """The outputs of the network for each sample, in the order of the input.
 
     Args:
-        outputs: Arrays `[N, ...]` by name, or a list of N arrays if samples differ in length.
-        files: The files of pictures; otherwise empty.
-        kept: The columns of the input to keep, by name.
-        readings: The descriptions of outputs that a loss compares with a target, by name.
+        outputs: Outputs by name: an array `[N, ...]`, or a list of N arrays if samples differ in length.
+        files: Files of the pictures. Empty for other data.
+        kept: Columns that were copied from the input, by name.
+        readings: Descriptions of the outputs that a loss compares with a target, by output name.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
@@ -60,10 +60,10 @@ class Predictions:
         return len(next(iter(self.outputs.values())))
 
     def answers(self, output: str | None = None) -> dict[str, np.ndarray]:
-        """Return the answers of an output; see Reading.answers.
+        """Return the predictions of an output: classes with probabilities, or numbers. See Reading.answers.
 
         Args:
-            output: The name; None takes the only output with answers.
+            output: Name of the output. None uses the only output with a description.
 
         Raises:
             RunError: There is no such output, or its samples differ in length.
@@ -87,22 +87,22 @@ def predict(
     keep: Sequence[str] = (),
     is_shown: bool = False,
 ) -> Predictions:
-    """Run the network over samples without targets.
+    """Run the network of a saved run over samples without targets.
 
     Args:
-        run: The run.
-        given: A file, a folder, one array `[N, ...]`, or arrays by the name of the input, with the content of a file of
-            the run's data: columns of a table, pictures, or arrays before transforms.
+        run: The saved run.
+        given: A file, a folder, one array `[N, ...]`, or arrays by input name. The content must be like a file of the
+            run's data: table columns, pictures, or arrays before transforms.
         weights: The checkpoint, as in RunFiles.network.
         overrides: Changes of the run's command, as in `evaluate`.
-        keep: The columns of the input to copy to the answers.
+        keep: Names of input columns to copy to the predictions.
         is_shown: Whether to show a progress bar.
 
     Raises:
         ConfigError: The input does not fit the run's data.
         RunError: The prediction fails.
     """
-    # A process forked from this one would remove a tempfile.TemporaryDirectory when it ends.
+    # Not tempfile.TemporaryDirectory, because a forked process would remove the directory when the process ends.
     place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
     try:
         path = Path(given).absolute() if isinstance(given, str | Path) else _save(given, run, place)
@@ -140,7 +140,11 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
 
 
 def _save(given: object, run: RunFiles, place: Path) -> Path:
-    """Write arrays to an .npz file, and return its path. Raise RunError for other values."""
+    """Write arrays to an .npz file, and return the path of the file.
+
+    Raises:
+        RunError: A value is not an array of numbers or text.
+    """
     names = list(DataSpec.of(run.settings.data).inputs)
     arrays = given if isinstance(given, Mapping) else {names[0]: given}
     held = {}
@@ -175,10 +179,10 @@ def _keep_error(got: str, expected: str, *, fix: str | None = None) -> ConfigErr
 
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
-    """Return the node of the data set that reads the input as the run's data set reads its files."""
+    """Return a config node for a data set that reads the input like the run's data set reads its files."""
     data, node = run.settings.data, _set_node(run)
     allow = run.settings.security.allow
-    # A class, or a function of the user that makes the data set.
+    # `own` is a class, or a function of the user that returns the data set.
     own = resolve(node["_target_"], allow=allow)
     kind = getattr(own, "unlabelled", ARRAYS)
     takes = resolve(kind, allow=()).OPTIONS
@@ -196,12 +200,16 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
 
 
 def is_of(node: Mapping[str, object], kind: type) -> bool:
-    """Return whether a node of unlabelled_node is of a data set class."""
+    """Return whether a result of `unlabelled_node` names a given data set class."""
     return resolve(str(node["_target_"]), allow=()) is kind
 
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
-    """Return the node of a data set of the run. Raise RunError for a user's loaders."""
+    """Return the config node of a data set of the run.
+
+    Raises:
+        RunError: The run has the loaders of a LightningDataModule.
+    """
     data = run.settings.data
     if run.settings.has_own_loaders:
         raise RunError(f"the run's data is {data['_target_']}, loaders of the user, which cannot read other files")
@@ -210,7 +218,7 @@ def _set_node(run: RunFiles) -> Mapping[str, Any]:
 
 
 def config_classes(run: RunFiles) -> Sequence[str] | None:
-    """Return the names of the classes in the config."""
+    """Return the class names in the config, or None."""
     nodes = [run.settings.data[name] for name in PLACES if run.settings.data.get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
 
@@ -235,7 +243,10 @@ def _assemble(
 
 
 def readings_at(settings: Settings, checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
-    """Return the readings of outputs by name, with the statistics of a checkpoint; none for a user's module."""
+    """Return descriptions of the outputs by name, with the statistics in a checkpoint.
+
+    Empty for a user's LightningModule.
+    """
     is_own = settings.module is not None
     return {} if is_own else readings_of(build_objective(settings), fitted_in(checkpoint) or {}, classes=classes)
 

@@ -25,7 +25,7 @@ from exp.spelling import among
 from exp.tensorboard.curves import Curve, read_curves
 
 WORDS = ("best", "last")
-# The prefix of the network's names in the state dict of exp's training module.
+# Prefix of network parameters in the state dict of exp's training module.
 PREFIX = "network."
 # The folder of exported files in a run directory.
 EXPORTS = "exports"
@@ -36,10 +36,10 @@ class RunFiles:
     """A run on disk, or one of its checkpoints.
 
     Args:
-        directory: The absolute path of the run directory; None for a checkpoint outside its run directory.
-        checkpoint: The named checkpoint; None for a run directory.
+        directory: Absolute path of the run directory. None for a checkpoint outside of a run directory.
+        checkpoint: Path of the loaded checkpoint. None if a run directory was loaded.
         config: The frozen config, every interpolation resolved.
-        settings: The settings with which the run was built.
+        settings: The config as typed objects.
     """
 
     directory: Path | None
@@ -49,7 +49,7 @@ class RunFiles:
 
     @functools.cached_property
     def report(self) -> Report:
-        """The content of report.json.
+        """Content of report.json.
 
         Raises:
             RunError: The file does not exist.
@@ -61,7 +61,7 @@ class RunFiles:
         """All scalars in the run's event files, by optimizer step.
 
         Raises:
-            RunError: The run has no scalars, such as a run without logger=[tensorboard].
+            RunError: The run has no scalars, for example because it ran without logger=[tensorboard].
         """
         events = self._directory("its curves") / "tensorboard"
         found = read_curves(events, wants=lambda tag: True)
@@ -87,12 +87,12 @@ class RunFiles:
     def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
         """Return the trained network on the CPU, in evaluation mode and in the dtypes of training.
 
-        If the run trains the user's LightningModule, return that module.
+        If the run trained the user's LightningModule, that module is returned.
 
         Args:
-            weights: best, last, or the path of a checkpoint. None takes the loaded checkpoint, then the best, then the
-                last one.
-            averaged: Whether to use the average of the weights, which was validated, if the run has one.
+            weights: `best`, `last`, or the path of a checkpoint. None uses the loaded checkpoint if there is one.
+                Otherwise None uses the best checkpoint, or the last one if there is no best.
+            averaged: Whether to use the averaged weights if the run kept an average. Validation used the average.
 
         Raises:
             RunError: The checkpoint does not exist, is damaged, or belongs to another network.
@@ -110,7 +110,10 @@ class RunFiles:
         return network.eval()
 
     def path_of(self, weights: str | Path | None) -> Path:
-        """Return the checkpoint that `network` reads.
+        """Return the path of the checkpoint that `network` reads.
+
+        Args:
+            weights: As in `network`.
 
         Raises:
             RunError: The checkpoint does not exist.
@@ -131,10 +134,10 @@ class RunFiles:
         return found
 
     def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
-        """Raise ConfigError for an output that replaces a file of the run, or is in its checkpoints/.
+        """Raise ConfigError if an output file would replace a file of the run, or is in the run's checkpoints folder.
 
         Args:
-            output: The output of a command.
+            output: Output path of a command.
             weights: The checkpoint that the command reads, as in `network`.
         """
         whose, place = None, output.resolve()
@@ -167,7 +170,7 @@ def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor
 
 
 def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, prefix: str) -> None:
-    """Load weights. Raise RunError if they belong to another network."""
+    """Load weights into a network. Raise RunError if the weights belong to another network."""
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     try:
         network.load_state_dict(own)
@@ -177,15 +180,17 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, pref
 
 
 class History(dict[str, Curve]):
-    """The curves of a run by tag: `history["loss/val"].steps` and `.values`, int64 and float64 `[N]`."""
+    """The curves of a run by tag. `history["loss/val"].steps` is int64 `[N]`, and `.values` is float64 `[N]`."""
 
     def __missing__(self, tag: str) -> Curve:
         raise KeyError(f"the run did not log {tag}; expected one of {among(self, word=tag)}")
 
     def table(self) -> dict[str, np.ndarray]:
-        """Return a row for each step with a value: `step`, int64 `[N]`, and a float64 column for each tag.
+        """Return the curves as the columns of a table, with a row for each step that has a value.
 
-        A missing value is nan. `pandas.DataFrame(run.history.table())` accepts the table.
+        Returns:
+            `step`, int64 `[N]`, and a float64 column for each tag. A missing value is nan. The result can be passed to
+            `pandas.DataFrame`.
         """
         steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in self.values())]))
         columns = {"step": steps}

@@ -1,10 +1,10 @@
-"""Saved runs: load one to read its files, get its network, evaluate it, and predict with it.
+"""Saved runs: load a run to read its files, get its network, evaluate it, and predict with it.
 
     run = exp.load("outputs/train/2026-01-31/12-00-00")
     network = run.network(weights="best")
     classes = run.predict(pictures).answers()["class"]
 
-Loading is as safe as a resume: the config is read as data, its targets must pass the allow list, and only tensors and
+Loading is as safe as a resume. The config is read as data, and its targets must be on the allow list. Only tensors and
 plain values of a checkpoint are read.
 """
 
@@ -32,12 +32,12 @@ WHERE = "a run directory, outputs/<name>/<date>/<time>, the directory of a job o
 
 
 class SavedRun(RunFiles):
-    """A run on disk, or one of its checkpoints; see RunFiles for its files."""
+    """A run on disk, or one of its checkpoints. RunFiles documents access to its files."""
 
     def evaluate(
         self, *, stage: Evaluated = "test", weights: str | Path | None = None, overrides: Sequence[str] = ()
     ) -> Report:
-        """Evaluate a checkpoint of the run; see exp.saved_runs.evaluation.evaluate."""
+        """Evaluate a checkpoint of the run. See exp.saved_runs.evaluation.evaluate for the arguments."""
         return evaluate(self, stage=stage, weights=weights, overrides=overrides)
 
     def predict(
@@ -48,10 +48,7 @@ class SavedRun(RunFiles):
         overrides: Sequence[str] = (),
         keep: Sequence[str] = (),
     ) -> Predictions:
-        """Run the network over samples without targets: a file, a folder, or arrays `[N, ...]`.
-
-        See exp.saved_runs.prediction.predict.
-        """
+        """Run the network over samples without targets. See exp.saved_runs.prediction.predict for the arguments."""
         return predict(self, given, weights=weights, overrides=overrides, keep=keep)
 
 
@@ -60,11 +57,11 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
 
     Args:
         path: The directory or the checkpoint.
-        allow: The packages that its targets may name, as security.allow. The setting of the run itself is ignored.
+        allow: Packages that targets may come from, as in security.allow. The run's own security.allow is ignored.
 
     Raises:
         RunError: There is no run at the path, or its config is damaged.
-        ConfigError: The run needs other packages.
+        ConfigError: The run needs packages that are not allowed.
     """
     path = Path(path)
     if path.is_dir():

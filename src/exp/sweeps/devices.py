@@ -1,6 +1,6 @@
-"""Divide the machine among the jobs of a sweep: how many run at a time, and which GPUs and threads each has.
+"""The division of the machine among the jobs of a sweep: number of jobs at a time, GPUs and threads of each job.
 
-No function starts CUDA, because a process that starts others must not.
+No function starts CUDA, because a process that started CUDA must not fork other processes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """The part of the machine that a job needs.
+    """The CPU processes and GPUs that one job needs.
 
     Attributes:
-        ranks: Number of its processes.
-        gpus: Number of its GPUs, or a share of one below 1. 0 on any other device.
-        is_alone: Whether no other job runs at the same time: launch.devices names its GPUs, or it uses Apple's GPU.
+        ranks: Number of processes of the job.
+        gpus: Number of GPUs, or a fraction below 1 if jobs share a GPU. 0 on any other device.
+        is_alone: Whether no other job may run at the same time. True if launch.devices lists GPUs, and on Apple's GPU.
     """
 
     ranks: int = 1
@@ -40,21 +40,21 @@ class Need:
 
     @property
     def visible(self) -> int:
-        """The number of GPUs that it uses, whole or in part."""
+        """Number of GPUs that the job uses, whole or in part."""
         return math.ceil(self.gpus)
 
 
 def need_settings(config: DictConfig) -> str:
-    """Return the settings that decide what a job needs, as text that is equal for equal needs."""
+    """Return the settings on which the need of a job depends, as text. Jobs with equal text have equal needs."""
     nodes = [OmegaConf.to_container(config[key], resolve=True) for key in ("strategy", "launch", "security")]
     return json.dumps([*nodes, config.sweep.devices_per_job])
 
 
 def need_of(config: DictConfig) -> tuple[Need, Machine]:
-    """Return what a job needs, and this machine.
+    """Return the need of a job, and a description of this machine.
 
     Raises:
-        ConfigError: The machine does not have it.
+        ConfigError: The machine has too few devices.
     """
     from exp.construct import build_strategy
     from exp.strategies.strategy import Strategy, demand_of_lightning
@@ -69,20 +69,20 @@ def need_of(config: DictConfig) -> tuple[Need, Machine]:
 def need(
     strategy: str, launch: Mapping[str, Any], *, demand: Demand, devices_per_job: PerJob, machine: Machine
 ) -> Need:
-    """Return what a job needs of a machine.
+    """Return the processes and GPUs that a job needs on a machine.
 
-    With `devices_per_job: auto` a job has as many GPUs as launch.devices. If that is auto, too, a job with
-    strategy=auto has one: with all GPUs, jobs would wait for each other.
+    With `devices_per_job: auto` a job gets as many GPUs as launch.devices. If launch.devices is also auto, a job with
+    strategy=auto gets one GPU. All GPUs would force the jobs to run one after another.
 
     Args:
-        strategy: Name of the strategy, for messages.
-        launch: The node `launch` of the config.
-        demand: Demand of the strategy.
+        strategy: Name of the strategy, used in messages.
+        launch: Node `launch` of the config.
+        demand: Requirements of the strategy.
         devices_per_job: Value of sweep.devices_per_job.
-        machine: The machine.
+        machine: Description of the machine.
 
     Raises:
-        ConfigError: The machine does not have it.
+        ConfigError: The machine has too few devices.
     """
     devices, accelerator = launch["devices"], launch["accelerator"]
     is_named = not isinstance(devices, int | str)
@@ -122,9 +122,13 @@ def need(
 
 
 def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:
-    """Return how many jobs run at a time, whichever of these they are.
+    """Return the number of jobs that can run at a time, for any choice of jobs with these needs.
 
-    jobs: With `auto` each rank has a core on a CPU, and each job has its GPUs, or its share of one.
+    Args:
+        needs: Needs of all jobs.
+        jobs: Value of sweep.jobs. `auto` gives each job its GPUs or its fraction of a GPU, and on a CPU one core per
+            rank.
+        machine: Description of the machine.
     """
     return min((_slots(one, jobs=jobs, machine=machine) for one in needs), default=1)
 
@@ -142,12 +146,20 @@ def _slots(need: Need, *, jobs: Jobs, machine: Machine) -> int:
 
 
 def threads(need: Need, *, slots: int, machine: Machine) -> int:
-    """Return the threads of each rank's operators if the config does not set them: its share of the cores."""
+    """Return the number of CPU threads per rank for operators, if the config sets none.
+
+    The cores of the machine are divided equally among all ranks that run at a time.
+
+    Args:
+        need: Need of the job.
+        slots: Number of jobs that run at a time.
+        machine: Description of the machine.
+    """
     return max(1, (machine.cores or 1) // slots // need.ranks)
 
 
 class Devices:
-    """The GPUs of this machine, and the load of each.
+    """The GPUs of this machine, and the load of each GPU.
 
     Args:
         names: Names of the GPUs, as in CUDA_VISIBLE_DEVICES.
@@ -158,26 +170,30 @@ class Devices:
 
     @classmethod
     def of(cls, machine: Machine, environment: Mapping[str, str]) -> Devices:
-        """Return the GPUs that this process sees."""
+        """Return the GPUs that are visible to this process."""
         listed = environment[VISIBLE].split(",") if VISIBLE in environment else map(str, range(machine.gpus))
         return cls([name.strip() for name in listed][: machine.gpus])
 
     def take(self, need: Need) -> tuple[str, ...]:
-        """Return the GPUs of a job, the least loaded ones. Return none if it needs none, or names its GPUs."""
+        """Assign the least loaded GPUs to a job, and return their names.
+
+        Returns:
+            Names of the GPUs. Empty if the job needs no GPU, or its config lists its GPUs.
+        """
         if not need.gpus or need.is_alone:
             return ()
-        # Among GPUs with equal loads the first ones: neighbors communicate fastest.
+        # sorted() is stable, so equal loads give the first GPUs. GPUs with adjacent numbers communicate fastest.
         freest = sorted(self._loads, key=lambda name: round(self._loads[name], 6))[: need.visible]
         for name in freest:
             self._loads[name] += min(1.0, need.gpus)
         return tuple(name for name in self._loads if name in freest)
 
     def release(self, names: Sequence[str], need: Need) -> None:
-        """Take back the GPUs of a job that has ended."""
+        """Remove the load of a job that has ended from its GPUs."""
         for name in names:
             self._loads[name] -= min(1.0, need.gpus)
 
 
 def visible_gpus(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables with which a job sees these GPUs only. Without names it sees all."""
+    """Return the environment variables that limit a job to these GPUs. Return no variables if `names` is empty."""
     return {VISIBLE: ",".join(names)} if names else {}

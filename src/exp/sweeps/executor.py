@@ -1,6 +1,6 @@
-"""The interface between a sweep and the place where its jobs run: this machine, or the nodes of a cluster.
+"""The interface between a sweep and the machines that run its jobs: this machine, or the nodes of a cluster.
 
-A sweep decides which jobs there are and in which order they start. An executor runs them.
+A sweep decides which jobs exist and in which order they start. An executor runs the jobs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one process: a job, or several jobs that are trained together.
+    """The jobs that one process runs: a single job, or several jobs that are trained together.
 
     Attributes:
-        jobs: Checked jobs. A job whose directory has a config.yaml resumes there from its newest checkpoint.
-        is_stack: Whether the jobs are trained together. A stack may have one job, if the others have ended.
+        jobs: Checked jobs. A job resumes from its newest checkpoint if its run directory has a config.yaml.
+        is_stack: Whether the jobs are trained together. A resumed stack may have one job, if its other jobs have ended.
     """
 
     jobs: tuple[Job, ...]
@@ -42,8 +42,9 @@ class End:
 
     Attributes:
         job: Number of the job.
-        outcome: Its report or its error: RunError with the last words of a process that died, Interrupted after a
-            signal, Unstacked if the job has to run alone.
+        outcome: Report of the job, or the error that ended it. If the process of the job died, the error is a RunError
+            with the last line of its output. After a signal the error is Interrupted. Unstacked means that the job
+            has to run again alone.
     """
 
     job: int
@@ -51,33 +52,43 @@ class End:
 
 
 class Unstacked(RunError):
-    """A job could not be trained together with others, and has to run alone. The message has the reason."""
+    """Reports that a job cannot be trained together with other jobs and has to run alone.
+
+    The message gives the reason.
+    """
 
 
 class Executor(Protocol):
-    """Runs works, several at a time, each job in a process that cannot harm other jobs."""
+    """Runs several works at a time. Each work runs in a separate process, so a crash does not affect other works."""
 
     @property
     def stacks(self) -> bool:
-        """Return whether one process may train several jobs together."""
+        """Return whether one process can train several jobs together."""
 
     @property
     def slots(self) -> int:
-        """Return the number of works that run at a time."""
+        """Return the number of works that can run at a time."""
 
     def start(self, work: Work) -> None:
-        """Start a work and return at once. At most `slots` works are running."""
+        """Start a work and return at once. The caller never starts more than `slots` works at a time."""
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait until a job has ended, a signal has come or `timeout` seconds have passed.
+        """Wait until a job ends, a signal arrives, or the timeout passes.
+
+        Args:
+            timeout: Longest time to wait, in seconds.
 
         Returns:
-            The jobs that have ended since the last call, each once, in the order of their ends. Every started job ends,
-            and its report.json is written if its run directory existed.
+            Jobs that ended since the last call, in the order in which they ended. Every started job appears exactly
+            once.
+            If the run directory of a job exists, its report.json is written.
         """
 
     def end(self, signum: int) -> None:
-        """Pass a signal on to every running job, which saves its state and ends. A second call kills the jobs."""
+        """Send a signal to every running job.
+
+        The first call lets jobs save their state; a second call kills the jobs.
+        """
 
     def close(self) -> None:
-        """End the jobs that still run, and remove all files outside of run directories."""
+        """Kill the jobs that still run, and remove all files outside of run directories."""

@@ -1,6 +1,6 @@
-"""Check and run the jobs of a sweep in other processes.
+"""Checks and runs of the jobs of a sweep in other processes.
 
-If code of a user ends such a process, the check reports one error, or one row of the table is failed.
+User code may end such a process. The check then reports one error, or one row of the table has the status failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, need_of, need_settings, visible_gpus
 from exp.sweeps.jobs import unpack
 
-# Modules that a run imports. The server imports them once for all jobs. A job imports any other module.
+# Modules that a run needs. The server imports them once for all jobs, and a job imports the remaining ones.
 MODULES = (
     "exp.start",
     "exp.check.step_flops",
@@ -46,30 +46,35 @@ MODULES = (
     "exp.strategies.auto",
     "exp.sweeps.job",
     "exp.tensorboard.logger",
-    # Imported late: by the first operator on the meta device (0.2 s), by random numbers, class counts and pictures.
+    # Imported lazily by the first operator on the meta device (0.2 s), random numbers, class counts and pictures.
     "torch.fx.experimental.symbolic_shapes",
     "numpy.random",
     "numpy.ma",
     "PIL.PngImagePlugin",
 )
-# Bytes of the output of a job that are searched for its last line.
+# Number of bytes at the end of a job's output in which its last line is searched.
 TAIL_BYTES = 20_000
-# A frame in the output of faulthandler, which writes the innermost frame first.
+# A stack frame in the output of faulthandler. The innermost frame comes first.
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
-# After so many checks that ended their process, the other jobs have the error of the last one.
+# Largest number of checks that may end their process. After that, the remaining jobs get the last such error.
 MAX_DEATHS = 20
 
 
 Result = TypeVar("Result")
-# Checks a config. Takes the result for the previous job, and returns the result for the next job.
+# Function that checks a config. Its second argument is its result for the previous job.
 Validate = Callable[[DictConfig, Any], Any]
-# Result of `need_settings` for a job, its need, and the machine.
+# Result of `need_settings` for a job, followed by its need and the machine.
 KnownNeed = tuple[str, tuple[Need, Machine]]
 
 
 def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed | ExpError]:
-    """Yield the need of each job, or its error, in the process of the check."""
+    """Check jobs in this process, and yield the need or the error of each job.
+
+    Args:
+        validate: Checks a config.
+        packed: Config of each job, as packed by `exp.sweeps.jobs.pack`.
+    """
     install_handler(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
     view, before = GpuView(), None
     for config in map(unpack, packed):
@@ -89,17 +94,25 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
 
 
 class GpuView:
-    """Shows this process as many GPUs as a job sees, because strategy=auto depends on their number."""
+    """Sets CUDA_VISIBLE_DEVICES so that this process sees as many GPUs as a job.
+
+    This matters because strategy=auto depends on the number of visible GPUs.
+    """
 
     def __init__(self) -> None:
         self._everything = {name: value for name, value in os.environ.items() if name == VISIBLE}
         self._known: dict[str, tuple[Need, Machine]] = {}
 
     def of(self, config: DictConfig) -> tuple[Need, Machine] | Exception:
-        """Return the need of a job and the machine. Return an error that the check may explain better.
+        """Return the need of a job and the machine, and show this process the GPUs of the job.
+
+        Returns:
+            The need and the machine. If they cannot be determined, the exception is returned, because the check of the
+            job may
+            find a better message.
 
         Raises:
-            ConfigError: sweep.devices_per_job is not supported on the machine.
+            ConfigError: The machine does not support sweep.devices_per_job.
         """
         os.environ.pop(VISIBLE, None)
         os.environ.update(self._everything)
@@ -117,13 +130,17 @@ class GpuView:
 
 
 def _check_error(how: str) -> ConfigError:
-    """Return the error of a job whose check did not finish."""
+    """Return the error of a job with an unfinished check.
+
+    Args:
+        how: How the check ended, as the end of a sentence.
+    """
     fix = "Remove your own constructors, imports and forwards one by one: the check runs them"
     return config_error("config", got=f"its check ended {how}", expected="a check that returns", fix=fix)
 
 
 def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
-    """Run a job in its process. Return its report, or the error that ended it."""
+    """Run a job in this process. Return its report, or the error that ended the job."""
     try:
         return fit(config)
     except ExpError as error:
@@ -135,14 +152,14 @@ def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report |
 
 
 class JobProcesses:
-    """Checks jobs in one process, and runs jobs in one process each.
+    """Checks jobs in one process, and runs each job in a separate process.
 
     Args:
-        fit: Runs a job, exp.start.fit_job. Another process finds it by its name.
-        validate: Checks a job, exp.check.examination.check_job. Another process finds it by its name.
+        fit: Runs a job: exp.start.fit_job. Must be importable by name in another process.
+        validate: Checks a job: exp.check.examination.check_job. Must be importable by name in another process.
 
     Attributes:
-        needs: Needs of the checked jobs, and the machine, by the result of `need_settings`.
+        needs: Needs of the checked jobs, with the machine, by the result of `need_settings`.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
@@ -151,24 +168,26 @@ class JobProcesses:
         self._has_checked = False
 
     def start(self) -> None:
-        """Start the server that jobs are forked from. It imports what they need while this process continues."""
+        """Start the fork server. It imports the modules of a job while this process continues."""
         start_server("exp.sweeps.job_server")
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Return the result of a function in a process of the server; see `exp.launch.job_process.call`."""
+        """Return the result of a function that runs in a process of the server. See `exp.launch.job_process.call`."""
         self.start()
         return call(function, *arguments)
 
     def check(self, configs: Sequence[bytes]) -> list[ConfigError | None]:
-        """Return the errors of each job. One process checks the jobs. If it ends, another one checks the rest.
+        """Return the error of each job, or None for a job without errors.
+
+        One process checks all jobs. If this process dies, another process checks the remaining jobs.
 
         Raises:
-            ExpError: An error that does not concern a config.
-            Interrupted: A signal came.
+            ExpError: An error occurred that does not concern a config.
+            Interrupted: A signal arrived.
         """
         found: list[ConfigError | None] = []
         deaths = 0
-        # The other process imports torch before its first job.
+        # The checking process has to import torch before its first job, which takes seconds.
         is_loaded = self._has_checked or "torch" in sys.modules
         waiting = nullcontext() if is_loaded else show_transient_line("loading torch")
         self._has_checked = True
@@ -198,7 +217,7 @@ class JobProcesses:
 
         Raises:
             ExpError: The error that ended the job.
-            RunError: The process ended without a result. The message has its last line.
+            RunError: The process ended without a result. The message has the last line of its output.
         """
         directory = Path(config[COMPOSITION].directory)
         try:
@@ -213,20 +232,21 @@ class JobProcesses:
 
 
 def dead_job(directory: Path, died: Died) -> RunError:
-    """Return the error of a job whose process ended without a result, with the last line of its output."""
+    """Return the error of a job if its process ended without a result. The message has the last line of its output."""
     return RunError(f"the process of the job {died}{_last_words(directory)}")
 
 
 def interruption_of(directory: Path, signum: int) -> Interrupted:
-    """Return the error of a job whose process was killed by a second signal."""
+    """Return the error of a job that a second signal killed."""
     saved = last_checkpoint(directory)
     return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
 
 
 def report_bad_end(directory: Path, error: ExpError) -> None:
-    """Write the report of a job that could not write it. Write nothing if the job had not begun.
+    """Write the report of a job that could not write its report.
 
-    If the report cannot be written, as on a full disk, print why. The row of the table has the error of the job.
+    A job without config.yaml had not begun, so it gets no report. If the report cannot be written, for example on a
+    full disk, the reason is printed. The row of the table still has the error of the job.
     """
     if not (directory / "config.yaml").is_file():
         return
@@ -244,7 +264,7 @@ def report_bad_end(directory: Path, error: ExpError) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Return the place of a crash, or else the last lines of log and output, which may have the reason."""
+    """Return the location of a crash. Without one, return the last lines of the log and the output."""
     output = _tail(directory / OUTPUT)
     if "Fatal Python error: " in output:
         what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
@@ -256,7 +276,7 @@ def _last_words(directory: Path) -> str:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a file that is not blank. Return "" without one."""
+    """Return the last line of a file that is not blank. Return "" if there is no such line."""
     return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
 
 

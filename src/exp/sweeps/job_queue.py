@@ -1,4 +1,4 @@
-"""The queue of the jobs of a sweep, and the jobs that run."""
+"""The queues that supply the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from exp.sweeps.space import Combination
 
 
 class Queue:
-    """Groups of jobs that are all known in advance. One process runs each group.
+    """A queue of jobs that are all known in advance, in groups. One process runs each group.
+
+    Args:
+        groups: Groups of jobs.
 
     Attributes:
         total: Number of jobs.
@@ -28,15 +31,15 @@ class Queue:
         self.total = sum(map(len, self._groups))
 
     def next(self) -> Sequence[Job]:
-        """Return the jobs that one process starts now. Return none if no job is left or known yet."""
+        """Return the jobs that the next process runs. Return an empty sequence if no job is left or known yet."""
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
-        """Take back a job that has to run alone."""
+        """Add a job again that has to run alone."""
         self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
-        """Take the result of a job."""
+        """Accept the result of a job. This queue ignores the result."""
 
     def rest(self) -> Sequence[Job]:
         """Return the known jobs that were not started."""
@@ -44,16 +47,16 @@ class Queue:
 
 
 class Searched(Queue):
-    """Jobs that a search proposes. A trial has one job, or several jobs that repeat it with other values of one key.
+    """A queue of jobs that a search proposes. A trial has one job, or several repeats with different values of one key.
 
-    Jobs are grouped if they are known at the same time, in whatever order jobs end. If proposals do not depend on
-    results, these are all jobs. Otherwise they are the repeats of a trial.
+    Only jobs that are known at the same time can be in one group, so groups do not depend on the order in which jobs
+    end. If proposals do not depend on results, all jobs are known at once. Otherwise only the repeats of one trial are.
 
     Args:
         search: Proposes trials.
-        make: Returns a job, from its number, its trial and the values of its axes.
+        make: Returns a job, from its number, the number of its trial, and the values of its axes.
         repeats: Values of the repeated key.
-        group: Checks jobs and groups those that one process trains together.
+        group: Checks jobs, and groups the jobs that one process trains together.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Searched(Queue):
 
 
 def _objective(row: Row, tag: str) -> float:
-    """Return the value of a tag that a search compares: the best of the monitored tag, the last of any other."""
+    """Return the value of a tag for the search: the best value of the monitored tag, or the last value of any other."""
     if tag == row.monitor:
         return row.value
     return float(row.metrics[tag]) if tag in row.metrics else math.nan

@@ -1,7 +1,8 @@
-"""Imported by the server that jobs are forked from: the modules that a job needs, and a cheap exit.
+"""The module that the fork server of jobs imports. It loads the modules that a job needs, and shortens the exit.
 
-torch deletes its modules at exit, which takes 30 ms in each job and 0.8 s in the server (torch 2.13).
-`weakref.finalize` has no public list of its objects (Python 3.11, used in every test of a sweep).
+At exit, torch deletes its modules, which takes 30 ms in each job and 0.8 s in the server (torch 2.13).
+`weakref.finalize` has no public list of its objects, so a private attribute is used (Python 3.11, covered by every test
+of a sweep).
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from exp.lighter_imports import pause_garbage_collection
 
 
 def end_server(pid: int) -> None:
-    """End this process at once if it is the server and not a job, which inherits the exit function."""
+    """End this process at once if it is the server. Jobs are forked from the server and inherit this exit function.
+
+    Args:
+        pid: Process ID of the server.
+    """
     if os.getpid() == pid:
         os._exit(0)
 

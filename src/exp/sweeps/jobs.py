@@ -1,4 +1,4 @@
-"""The jobs of a sweep, composed like single runs, and checked."""
+"""The jobs of a sweep, composed and checked like single runs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from exp.config.values import set_value
 from exp.errors import ConfigError, ErrorDetails, config_error, missing_value, not_supported_with
 from exp.spelling import show
 
-# Values of a config, interpolations resolved.
+# A config as plain Python values, with all interpolations resolved.
 Plain = Mapping[str, Any]
 MAX_ERRORS = 30
-# Keys that a sweep reads once, before its jobs.
+# Keys of the config that a sweep reads once, before it composes jobs.
 READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
-# Returns the errors of each of several packed configs. None: it has none.
+# Takes configs as packed by `pack`. Returns the error of each config, or None for a config without errors.
 Check = Callable[[Sequence[bytes]], Sequence[ConfigError | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of a sweep.
+    """One job of a sweep.
 
     Attributes:
-        number: Number of the job, which names its directory.
+        number: Number of the job. It names the run directory.
         overrides: Overrides of the job.
-        swept: Values of the swept keys as text.
-        packed: Its config. None if it cannot be composed.
-        directory: Run directory, absolute. None if the job has an error.
-        plain: Result of `plain_values` for its config, without the record of its composition.
-        error: Why it cannot run.
-        is_known: Whether an earlier sweep of the same directory began it.
-        is_stacked: Whether it is trained together with other jobs.
+        swept: Values of the swept keys as text, by key.
+        packed: Config of the job as bytes; see `pack`. None if the config cannot be composed.
+        directory: Absolute path of the run directory. None if the job has an error.
+        plain: Result of `plain_values` for the config, without the record of its composition.
+        error: Error that prevents the job from running. None if the job can run.
+        is_known: Whether an earlier sweep in the same directory started the job.
+        is_stacked: Whether the job is trained together with other jobs in one process.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Job:
     is_stacked: bool = False
 
     def new_config(self) -> DictConfig:
-        """Return a new copy of the config of a job without an error."""
+        """Return a new copy of the config. The job must not have an error."""
         assert self.packed is not None
         config = unpack(self.packed)
         config[COMPOSITION].directory = literal(str(self.directory))
@@ -72,26 +72,31 @@ class Job:
 
 
 def pack(config: DictConfig) -> bytes:
-    """Return a config in 4 kB, a hundredth of a DictConfig: ten thousand jobs would take gigabytes."""
+    """Return a config as about 4 kB of bytes.
+
+    A DictConfig takes a hundred times as much, so ten thousand jobs would take gigabytes.
+    """
     return zlib.compress(pickle.dumps(config), 1)
 
 
 def unpack(text: bytes) -> DictConfig:
-    """Return the config of the result of `pack`."""
+    """Return the config that `pack` turned into bytes."""
     return cast(DictConfig, pickle.loads(zlib.decompress(text)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """A composed job. The configs of jobs that differ from it in plain values are made from its config.
+    """A composed job, used to make the configs of similar jobs without Hydra.
+
+    The other jobs may differ from this job only in plain values, such as numbers.
 
     Attributes:
         lines: Overrides of the job.
-        vocabulary: Knows the groups.
-        pickled: Its config. A copy takes a seventh of the time of a deepcopy.
-        raw: Values of the config, unresolved.
-        reading: Values of the config, as the check reads them.
-        plain: As of the job.
+        vocabulary: The config groups and their options.
+        pickled: Config of the job, pickled. Unpickling takes a seventh of the time of a deepcopy.
+        raw: Values of the config, interpolations unresolved.
+        reading: Values of the config as the check reads them.
+        plain: Same as `Job.plain`.
     """
 
     lines: Sequence[Override]
@@ -102,7 +107,11 @@ class _Pattern:
     plain: Plain
 
     def changes(self, lines: Sequence[Override]) -> list[Override] | None:
-        """Return the overrides with other values. Return None if a job differs in more than plain values."""
+        """Return the overrides with values different from this job's.
+
+        Returns:
+            The changed overrides, or None if the other job differs in more than plain values.
+        """
         if len(self.lines) != len(lines):
             return None
         pairs = zip(self.lines, lines, strict=True)
@@ -119,9 +128,9 @@ class Jobs:
     Args:
         master: Result of `compose_sweep`.
         directory: Directory of the sweep.
-        check: Returns the errors of each of several configs.
-        everything: Whether to look for all errors of a job that has errors which need no torch.
-        reads: Keys that the sweep reads before its jobs, and that have one value in all jobs.
+        check: Returns the error of each of several configs.
+        everything: Whether to run the checks that need torch even on jobs that already have errors.
+        reads: Keys that the sweep reads once, so all jobs must have the same value.
     """
 
     def __init__(
@@ -147,7 +156,12 @@ class Jobs:
         self._pattern: _Pattern | None = None
 
     def compose(self, number: int, overrides: Sequence[str]) -> Job:
-        """Return a job with its config, checked for errors that need no torch."""
+        """Return a job with its config, after the checks that need no torch.
+
+        Args:
+            number: Number of the job.
+            overrides: Overrides of the job.
+        """
         lines = [parse_override(text) for text in overrides]
         swept = {
             line.key_or_group: _as_typed(line, text)
@@ -202,7 +216,10 @@ class Jobs:
         return with_config(job, config, directory, reading=(reading, []), plain=plain)
 
     def check(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with the errors that need torch in addition to their other errors."""
+        """Return the jobs after the checks that need torch.
+
+        New errors are added to the errors that a job already has.
+        """
         looked = {job.number: job.packed for job in jobs if job.packed is not None}
         errors = dict(zip(looked, self._check([*looked.values()]), strict=True))
         found = []
@@ -215,7 +232,7 @@ class Jobs:
         return found
 
     def _other_settings(self, config: DictConfig) -> list[ErrorDetails]:
-        """Return an error for each setting that differs between a job and the sweep."""
+        """Return an error for each setting of the whole sweep that has a different value in this job."""
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
         return [
@@ -225,7 +242,10 @@ class Jobs:
         ]
 
     def _refuse_security(self, lines: Sequence[Override]) -> None:
-        """Raise ConfigError for security keys of a job that were not typed: a sweeper may have read them in a file."""
+        """Raise ConfigError if a job sets a security key that is not on the command line.
+
+        A sweeper may have read the override in a file, and files must not extend the allow list.
+        """
         for line in lines:
             if _is_security(line) and _setting(line) not in self._typed_security:
                 key, value = _setting(line)
@@ -241,16 +261,16 @@ def with_config(
     reading: Reading | None = None,
     plain: Plain | None = None,
 ) -> Job:
-    """Return a job with its config, or with its errors that need no torch.
+    """Return a job with its config, or with the errors that are found without torch.
 
     Args:
         job: Job without a config.
-        config: Its config.
-        directory: Its run directory.
-        reading: Result of `read` for the config, if it is known.
-        plain: Values of the config, if they are known.
+        config: Config of the job.
+        directory: Run directory of the job.
+        reading: Result of `read` for the config. None computes the result.
+        plain: Values of the config as in `Job.plain`. None computes the values.
     """
-    # A job is the same job in another directory.
+    # `plain` must not depend on the run directory, because the identity of a job must not.
     config[COMPOSITION].directory = literal(OUTPUT_DIR)
     if plain is None:
         plain = {name: value for name, value in plain_values(config).items() if name != COMPOSITION}
@@ -263,19 +283,25 @@ def with_config(
 
 
 def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values of some nodes by dotted key, without interpolations resolved."""
+    """Return the values below some keys of the config, by dotted key, interpolations unresolved."""
     raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
     return {key: value for key, value in leaves({key: raw[key] for key in keys}) if not isinstance(value, dict)}
 
 
 def _as_typed(line: Override, text: str) -> str:
-    """Return the value of an override as it was typed. A sweeper escapes characters of Hydra's grammar in it."""
+    """Return the value of an override as the user typed it.
+
+    A sweeper adds escapes for Hydra's grammar, and this function removes them.
+    """
     value = line.value()
     return value if isinstance(value, str) and "\\" in text else text.partition("=")[2]
 
 
 def _follows_no_hydra_value(config: DictConfig) -> bool:
-    """Return whether the directory of a job is its number and no other value of its config comes from Hydra."""
+    """Return whether no value of the config depends on Hydra's values.
+
+    The run directory of a job must be its number, and no other value may refer to the node `hydra`.
+    """
     raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
     hydra = raw.pop("hydra")
     is_numbered = hydra["sweep"]["subdir"] == "${hydra.job.num}"
@@ -283,7 +309,7 @@ def _follows_no_hydra_value(config: DictConfig) -> bool:
 
 
 def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> bool:
-    """Return whether two overrides set the same key of a composed config to plain values."""
+    """Return whether two overrides set the same existing key of the config to plain values."""
     plain = (str, int, float, bool, type(None))
     return (
         was.get_key_element() == now.get_key_element()
@@ -297,7 +323,10 @@ def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> boo
 
 
 def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
-    """Return the errors of all jobs. An error of several jobs is listed once, with their numbers."""
+    """Return the errors of all jobs, at most MAX_ERRORS.
+
+    An error that several jobs share is listed once, with their numbers.
+    """
     where: dict[object, tuple[ErrorDetails, list[Job]]] = {}
     for job in jobs:
         for error in job.error.errors if job.error else ():
@@ -323,7 +352,7 @@ def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
 
 
 def is_of_sweep(override: str) -> bool:
-    """Return whether an override is a setting of the sweep."""
+    """Return whether an override sets a key of the node `sweep`."""
     return override.lstrip("+~").startswith("sweep.")
 
 

@@ -1,9 +1,9 @@
-"""The files in the directory of a sweep from which the same command resumes it.
+"""The files in the directory of a sweep that let the same command resume the sweep.
 
-sweep.json     the overrides of the command, and what the proposals of a search depend on
-jobs.jsonl     one line for each job, written before it starts: its number, its identity, its directory
+sweep.json     the overrides of the command, and the settings on which the proposals of a search depend
+jobs.jsonl     one line per job, written before the job starts: its number, its identity, its directory
 
-The directory is locked while the sweep runs. Its files cannot be locked, because they are replaced.
+The directory is locked while the sweep runs. The files cannot be locked, because they are replaced.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ if TYPE_CHECKING:
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
 AUTO = "auto"
-# Keys that do not distinguish jobs: names, directories, output and the settings of the sweep.
+# Keys of the config that do not change the result of a job: names, directories, output, settings of the sweep.
 NOT_OF_JOBS = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
-# The jobs of a killed sweep end with it within seconds.
+# When a sweep is killed, its jobs end within this number of seconds.
 DEATH_SECONDS = 10.0
 
 
 def identity_of(plain: Plain) -> str:
-    """Return 16 hexadecimal digits that are equal for jobs that compute the same result."""
+    """Return 16 hexadecimal digits that are equal for jobs that compute the same result.
+
+    Args:
+        plain: Config of the job as plain values.
+    """
     left = as_before({key: value for key, value in plain.items() if key not in NOT_OF_JOBS})
     text = json.dumps(left, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -49,7 +53,13 @@ def identity_of(plain: Plain) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A job that was started. directory: Relative to the directory of the sweep."""
+    """One line of jobs.jsonl: a job that was started.
+
+    Attributes:
+        job: Number of the job.
+        identity: Result of `identity_of`.
+        directory: Run directory, relative to the directory of the sweep.
+    """
 
     job: int
     identity: str
@@ -57,7 +67,10 @@ class Entry:
 
 
 class Ledger:
-    """The record of one sweep, with the entries of an earlier sweep of the same directory.
+    """The record of one sweep, including the jobs of an earlier sweep in the same directory.
+
+    Args:
+        directory: Directory of the sweep.
 
     Raises:
         ConfigError: A file of the earlier sweep cannot be read.
@@ -83,17 +96,20 @@ class Ledger:
         self._next = max((entry.job for entry in entries), default=-1) + 1
 
     def claim(self, identity: str) -> Entry | None:
-        """Return an entry of an earlier sweep that computes this, each once. Return None without one."""
+        """Return an unclaimed entry of the earlier sweep with this identity, and mark it as claimed.
+
+        Return None without one.
+        """
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
 
     def next_number(self) -> int:
-        """Return a number that no job of an earlier sweep has."""
+        """Return a job number that no job of the earlier sweep has."""
         self._next += 1
         return self._next - 1
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Add jobs that are about to start."""
+        """Append jobs that are about to start to jobs.jsonl."""
         lines = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)
         with (self.directory / JOBS).open("a", encoding="utf-8") as file:
             file.write(lines)
@@ -101,7 +117,15 @@ class Ledger:
             os.fsync(file.fileno())
 
     def report_of(self, job: Job, *, retries_failed: bool) -> Report | None:
-        """Return the report of a job that an earlier sweep of this directory has finished. Return None for others."""
+        """Return the report of a job that an earlier sweep finished.
+
+        Args:
+            job: Job with a run directory.
+            retries_failed: Whether a failed job has to run again.
+
+        Returns:
+            The report, or None if the job still has to run.
+        """
         directory = cast(Path, job.directory)
         if not (directory / "config.yaml").is_file():
             return None
@@ -118,14 +142,14 @@ class Ledger:
         return replace(report, directory=str(directory))  # the sweep may have been moved
 
     def begin(self, overrides: Sequence[str], search: Mapping[str, object] | None) -> None:
-        """Write what the sweep is started with.
+        """Write sweep.json, after a comparison with the sweep.json of an earlier sweep.
 
         Args:
             overrides: Overrides of the command.
-            search: What the proposals of a search depend on. None for a grid.
+            search: Settings on which the proposals of a search depend. None for a grid.
 
         Raises:
-            ConfigError: The sweep of this directory was of another kind, or another search.
+            ConfigError: The earlier sweep is a grid and this one a search, or the reverse, or the two searches differ.
         """
         before = self._settings()
         if before is not None:
@@ -143,7 +167,12 @@ class Ledger:
         self._keep_settings({"overrides": list(overrides), "search": search})
 
     def keep(self, key: str, value: int) -> int:
-        """Return a value of the search as it was when the search began, even on another machine."""
+        """Return a value of the search that stays the same when the sweep is resumed, even on another machine.
+
+        Args:
+            key: Name of the value in sweep.json.
+            value: Value to store if sweep.json does not have the key.
+        """
         settings = dict(self._settings() or {"search": {}})
         if key not in settings["search"]:
             settings["search"][key] = value
@@ -167,7 +196,7 @@ class Ledger:
 
 
 def _entry(line: bytes, directory: Path) -> Entry:
-    """Return the entry of a line. Raise ValueError or TypeError if no sweep wrote it."""
+    """Return the entry of a line of jobs.jsonl. Raise ValueError or TypeError if the line is not a valid entry."""
     entry = Entry(**json.loads(line))
     if type(entry.job) is not int or not isinstance(entry.identity, str) or not isinstance(entry.directory, str):
         raise TypeError(f"no job in {line.decode(errors='replace')}")
@@ -186,15 +215,18 @@ def _damage_error(path: Path, error: Exception) -> ConfigError:
 
 
 def find_sweep(wanted: str, *, new: Path) -> Path | None:
-    """Return the directory of the sweep that is resumed. Return None if `auto` finds none.
+    """Return the directory of the sweep to resume.
 
     Args:
-        wanted: A directory, or `auto`.
+        wanted: A directory, or `auto` for the newest sweep of the same name.
         new: Directory that a new sweep would have, <sweeps>/<date>/<time>.
 
+    Returns:
+        The directory, or None if `auto` finds no sweep.
+
     Raises:
-        ConfigError: The directory holds no sweep or a running sweep, or is neither below the working directory nor next
-            to other sweeps of the name.
+        ConfigError: The directory has no sweep, or a running sweep. Also raised if the directory is neither below the
+            working directory nor next to other sweeps of the same name.
     """
     if wanted == AUTO:
         found = sorted(sweeps_of(new).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)
@@ -214,25 +246,29 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
 
 
 def is_sweep(directory: Path) -> bool:
-    """Return whether a folder is the directory of a sweep."""
+    """Return whether a directory is the directory of a sweep."""
     # os.path returns False for a folder that cannot be read.
     if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
         return True
-    # A run may have a table, too, next to its config.
+    # A run directory may also have a table.csv, but next to a config.yaml.
     return os.path.isfile(directory / "table.csv") and not os.path.isfile(directory / "config.yaml")
 
 
 def sweeps_of(wanted: Path) -> Path:
-    """Return the directory of all sweeps of a name, from the directory of one of them."""
+    """Return the directory of all sweeps with one name.
+
+    Args:
+        wanted: Directory of one of the sweeps.
+    """
     return wanted.absolute().parent.parent
 
 
 @contextlib.contextmanager
 def lock_sweep(directory: Path) -> Iterator[None]:
-    """Lock the directory of a sweep.
+    """Lock the directory of a sweep while the code inside runs.
 
     Raises:
-        ConfigError: Another sweep runs there.
+        ConfigError: Another sweep runs in the directory.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -247,10 +283,10 @@ def _running_error(directory: Path) -> ConfigError:
 
 
 def clear_unfrozen(directory: Path) -> None:
-    """Remove the run directory of a job whose process ended before it froze its config.
+    """Remove the run directory of a job if its process ended before it wrote config.yaml.
 
     Raises:
-        RunError: A process of the job does not end.
+        RunError: A process of the job still runs after DEATH_SECONDS.
     """
     if directory.is_dir() and not (directory / "config.yaml").is_file():
         wait_for_dead(directory)
@@ -261,7 +297,7 @@ def wait_for_dead(directory: Path) -> None:
     """Wait until no process of a killed sweep writes into a run directory.
 
     Raises:
-        RunError: A process does not end.
+        RunError: A process still runs after DEATH_SECONDS.
     """
     end = time.monotonic() + DEATH_SECONDS
     while any(map(is_locked, (directory / "config.yaml", *directory.glob(".*.partial")))):

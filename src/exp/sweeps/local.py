@@ -1,7 +1,9 @@
-"""The local executor: runs jobs of a sweep at the same time on this machine, each forked from a server process.
+"""The local executor.
 
-The output of a job, or of jobs that are trained together, goes to output.log of the first run directory. The
-directories are made before the jobs start.
+It runs several jobs of a sweep at the same time on this machine, each forked from a server process.
+
+The output of a process goes to output.log in the run directory of its first job. Run directories are created before the
+jobs start.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_e
 if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.sweeps.jobs import Job
-# Interval at which the caller looks for signals.
+# Longest wait in seconds, so that the caller can check for signals.
 SIGNAL_SECONDS = 0.1
 
 
@@ -38,14 +40,17 @@ def outcomes(
     at_once: int,
     fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
-    """Run the jobs of a work in their process. Yield the index of each job and its outcome.
+    """Run the jobs of a work in this process.
 
     Args:
-        jobs: Jobs of the work, in their own directories.
+        jobs: Jobs with existing run directories.
         is_stack: Whether the jobs are trained together.
-        most_threads: Most threads of the operators of each rank, if a config does not set them.
+        most_threads: Largest number of operator threads per rank, if a config sets none.
         at_once: Number of works that share the machine.
-        fit: Runs a job that is not stacked.
+        fit: Runs a job that is not in a stack.
+
+    Yields:
+        The index of a job that ended, and its report or error.
     """
     import torch
 
@@ -68,7 +73,10 @@ def outcomes(
 
 
 def _config_in_place(job: Job) -> DictConfig:
-    """Return the config of a job, which the job freezes in its directory unless an earlier process did."""
+    """Return the config of a job, set to its run directory.
+
+    The run freezes this config there if no config.yaml exists.
+    """
     config, directory = job.new_config(), cast(Path, job.directory)
     if not (directory / "config.yaml").is_file():
         take_directory(config, directory)
@@ -77,7 +85,15 @@ def _config_in_place(job: Job) -> DictConfig:
 
 @dataclass(kw_only=True)
 class _Running:
-    """A running work. waiting: the indices of its jobs without an outcome."""
+    """A running work.
+
+    Attributes:
+        work: The work.
+        process: Its process.
+        need: CPU processes and GPUs that the work needs.
+        gpus: Names of its GPUs.
+        waiting: Indices of the jobs that have not ended.
+    """
 
     work: Work
     process: JobProcess[tuple[int, Report | ExpError]]
@@ -91,7 +107,7 @@ class LocalExecutor:
 
     Args:
         processes: Checks jobs and starts processes.
-        jobs: Value of `sweep.jobs`. `auto` follows from the jobs that were checked.
+        jobs: Value of `sweep.jobs`. `auto` derives the number from the needs of the checked jobs.
     """
 
     def __init__(self, processes: JobProcesses, *, jobs: Jobs = "auto") -> None:
@@ -108,7 +124,7 @@ class LocalExecutor:
 
     @property
     def slots(self) -> int:
-        """The number of works that run at once, if all jobs are as large as the largest job that was checked."""
+        """Number of works that can run at a time, for any choice of the checked jobs."""
         asked = self._processes.needs.values()
         if not asked:
             return 1 if self._jobs == "auto" else self._jobs
@@ -143,7 +159,7 @@ class LocalExecutor:
         self._running.append(_Running(work=work, process=process, need=need, gpus=gpus, waiting=waiting))
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait at most `timeout` seconds until a job has ended, and at most SIGNAL_SECONDS; see Executor."""
+        """Wait until a job ends, but at most `timeout` seconds and at most SIGNAL_SECONDS. See `Executor.ends`."""
         limit = time.monotonic() + min(timeout, SIGNAL_SECONDS)
         while True:
             self._take_in()
@@ -155,7 +171,10 @@ class LocalExecutor:
         return found
 
     def end(self, signum: int) -> None:
-        """Send a signal to every running job, which saves its state and ends. A second call kills the jobs."""
+        """Send a signal to every running job.
+
+        The first call lets jobs save their state; a second call kills the jobs.
+        """
         self._signals.append(signum)
         for one in self._running:
             one.process.signal(signum if len(self._signals) == 1 else signal.SIGKILL)
@@ -179,14 +198,14 @@ class LocalExecutor:
                 self._devices.release(one.gpus, one.need)
             for job in map(one.work.jobs.__getitem__, one.waiting):
                 if one.work.is_stack and not self._signals:
-                    # Any of the jobs may have ended the process. Each job runs alone, so that only that job fails.
+                    # Any of the jobs may have ended the process. Each job runs again alone, so only that job fails.
                     outcome = Unstacked(f"their process {died}")
                 else:
                     outcome = self._bad_end(cast(Path, job.directory), died)
                 self._ended.append(End(job=job.number, outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
-        """Return the error of a job whose process ended without an outcome, and write its report."""
+        """Return the error of a job whose process ended without a result, and write the report of the job."""
         error: ExpError = interruption_of(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
         report_bad_end(directory, error)
@@ -194,6 +213,9 @@ class LocalExecutor:
 
 
 def _in_own_directory(job: Job) -> Job:
-    """Make the run directory of a job unless an earlier sweep made it."""
+    """Create the run directory of a job unless an earlier sweep created it.
+
+    Return the job with the created directory.
+    """
     directory = cast(Path, job.directory)
     return job if (directory / "config.yaml").is_file() else replace(job, directory=make_exclusively(directory))

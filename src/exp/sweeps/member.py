@@ -1,6 +1,6 @@
-"""Member of a stack: a job with its training module, its optimizer and the run directory of a single run.
+"""One member of a stack: a job with its training module, its optimizer and its run directory.
 
-Its checkpoints have the layout of exp.engine.checkpointing, so that an ordinary run resumes from them.
+Checkpoints of a member have the layout of exp.engine.checkpointing, so a single run can resume from them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from exp.spelling import among
 from exp.sweeps.jobs import Plain
 from exp.sweeps.stacked_hooks import Found
 
-# The strategy over which values are summed: there is one process.
+# The strategy that sums values over ranks. A stack has one process, so the sum has one term.
 HERE = SingleDeviceStrategy(device="cpu")
 IO = AtomicCheckpointIO(is_synced=False)
 LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -74,13 +74,13 @@ LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 @dataclass(kw_only=True)
 class Progress:
-    """The progress of the members of a stack.
+    """The position in training that all members of a stack share.
 
     Attributes:
-        epoch, batch, step, batches: As of `Position`.
-        epochs: Number of epochs in checkpoints.
-        began: Time at which the training of this process began, from `time.monotonic`.
-        ended: Time at which it ended. None while it runs.
+        epoch, batch, step, batches: Same fields as in `Position`.
+        epochs: Number of finished training epochs, as written to checkpoints.
+        began: Start of the training in this process, from `time.monotonic`.
+        ended: End of the training in this process, from `time.monotonic`. None while the training runs.
     """
 
     epoch: int
@@ -97,22 +97,22 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the training in this process, in seconds."""
+        """Wall time of the training in this process so far, in seconds."""
         return max(0.0, (time.monotonic() if self.ended is None else self.ended) - self.began)
 
 
 class MemberLog:
-    """The loggers and the train.log of a member.
+    """The loggers and the train.log file of one member.
 
     Args:
         directory: Run directory.
         settings: Settings of the job.
-        plain: Config values of the job.
+        plain: Config of the job as plain values, interpolations resolved.
 
     Attributes:
-        latest: Last value of each tag.
-        stages: Optimizer step at which each stage was written last.
-        loggers: Loggers that are open.
+        latest: Last logged value of each tag.
+        stages: For each stage, the optimizer step of its last logged values.
+        loggers: Loggers that opened without an error.
     """
 
     def __init__(self, directory: Path, settings: Settings, plain: Plain) -> None:
@@ -125,7 +125,11 @@ class MemberLog:
         self._lines: list[str] = []
 
     def begin(self, step: int) -> None:
-        """Open the loggers. step: First optimizer step of the training."""
+        """Open the loggers and log the description of the run.
+
+        Args:
+            step: First optimizer step of this training. Values from this step on are removed from the event file.
+        """
         for name, logger in build_loggers(self._settings, self._directory).items():
             if isinstance(logger, RunLogger) and has_begun(logger, name=f"logger.{name}"):
                 self.loggers.append(logger)
@@ -137,7 +141,12 @@ class MemberLog:
         self._heat_maps.begin(step)
 
     def write(self, values: Mapping[str, Tensor | float | Panel], index: int) -> None:
-        """Write the values of optimizer step `index` by tag: floats, tensors and panels."""
+        """Log floats, tensors and panels by tag.
+
+        Args:
+            values: Values by tag.
+            index: Optimizer step of the values.
+        """
         numbers, panels = on_host_values(values)
         self.latest.update(numbers)
         shown = {tag: panel.draw() for tag, panel in panels.items()}
@@ -153,11 +162,14 @@ class MemberLog:
             self.write(values, step)
 
     def say(self, message: str, *, level: int = logging.INFO) -> None:
-        """Add a line to its train.log, which is written with the next checkpoint and at the end."""
+        """Add a line for train.log. The next checkpoint, or the end of the run, writes the line to the file."""
         self._lines.append(LINE.format(logging.LogRecord(__name__, level, __file__, 0, message, None, None)))
 
     def flush(self) -> None:
-        """Write what loggers and the log hold back, and close the files of the loggers: a stack has many."""
+        """Write buffered values and lines, and close the files of the loggers.
+
+        The files are closed because a stack has many members, and the number of open files is limited.
+        """
         self._heat_maps.save()
         for logger in self.loggers:
             logger.finalize("")
@@ -168,12 +180,12 @@ class MemberLog:
 
 
 class MemberUpdates:
-    """The optimizer of a member, with its schedule and its clipping.
+    """The optimizer of one member, with its schedule and its gradient clipping.
 
     Args:
         module: Training module of the member.
         settings: Settings of the job.
-        total_steps: Optimizer steps of the whole run.
+        total_steps: Number of optimizer steps of the whole run.
     """
 
     def __init__(self, module: TrainingModule, settings: Settings, *, total_steps: int) -> None:
@@ -191,7 +203,12 @@ class MemberUpdates:
         clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
 
     def note_rates(self, values: Found, *, is_written: bool) -> None:
-        """Add the learning rates that changed, and all of them if the step is written."""
+        """Add learning rates to `values` if they changed since the last call, or if the step is written.
+
+        Args:
+            values: Values of the step by tag, changed in place.
+            is_written: Whether the values of this step are written at once.
+        """
         if not is_written and self.schedule is None and self._rates is not None:
             return
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -204,7 +221,7 @@ class MemberUpdates:
             self.schedule.step()
 
     def state(self) -> State:
-        """Return the entries of a checkpoint."""
+        """Return the checkpoint entries of the optimizer and the schedule."""
         schedules = [] if self.schedule is None else [self.schedule.state_dict()]
         return {"optimizer_states": [self.optimizer.state_dict()], "lr_schedulers": schedules}
 
@@ -215,25 +232,25 @@ class MemberUpdates:
 
 
 class Member:
-    """A job of a stack.
+    """A job that is trained in a stack.
 
     Args:
-        place: Index of its config among the configs of the stack.
+        place: Index of the job in the list of jobs that the stack was given.
         decided: Plan of the stack.
-        plain: Config values of the job.
-        text: Text of its config.yaml.
-        directory: Run directory, with a frozen config. The job resumes if it has a checkpoint.
+        plain: Config of the job as plain values, interpolations resolved.
+        text: Text of the config.yaml of the job.
+        directory: Run directory, with a frozen config. The job resumes if the directory has a checkpoint.
         precision: Precision of the stack.
 
     Attributes:
-        position: Where its training begins or resumes.
-        log: Its loggers and its train.log.
+        position: Position at which the training of the job begins or resumes.
+        log: Loggers and train.log of the job.
         metrics: Values that callbacks compare, as in `Recording`.
-        best: As in `Checkpointing`.
-        error: Error that ended it. None while it runs.
+        best: Best validation so far, as in `Checkpointing`. None without one.
+        error: Error that ended the job. None while the job runs.
 
     Raises:
-        ExpError: Its parts cannot be built, or its checkpoint cannot be read.
+        ExpError: A part of the job cannot be built, or its checkpoint cannot be read.
     """
 
     def __init__(
@@ -278,13 +295,16 @@ class Member:
         self._seconds_before = 0.0
         self._is_better = False
         self._hold = contextlib.ExitStack()
-        # The best state since the stack began. The test stage loads it without reading the file.
+        # Copy of the best state in memory, so that the test stage need not read best.ckpt.
         self._best_state: State | None = None
         self._best_is_written = False
         self._saved = "no checkpoint was saved before it"
 
     def join(self, progress: Progress, *, total_steps: int) -> None:
-        """Make the optimizer and the schedule, and resume. The tensors of the network are rows of the stack."""
+        """Build the optimizer and the schedule, and load the checkpoint if the job resumes.
+
+        Call this method after the network's tensors were replaced by rows of the stack.
+        """
         self._progress = progress
         self.updates = MemberUpdates(self.module, self.settings, total_steps=total_steps)
         if self._resumed is not None:
@@ -293,7 +313,7 @@ class Member:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """End this member alone if its own work raises an error."""
+        """Catch an error of the code inside, and keep it as the error of this member. The other members continue."""
         try:
             yield
         except ExpError as error:
@@ -302,18 +322,24 @@ class Member:
             self.error = _as_known(explain(error, self.ongoing, parts=None))
 
     def begin(self) -> None:
-        """Lock the run directory, so that no other program resumes it, and open the loggers."""
+        """Lock the run directory, so that no other program resumes the run, and open the loggers."""
         self._hold.enter_context(hold_lock(self.directory / "config.yaml"))
         self.log.begin(self._progress.step + 1)
 
     def release(self) -> None:
-        """Let other programs resume the run."""
+        """Unlock the run directory."""
         self._hold.close()
 
     # --- values ---
 
     def write_step(self, values: Found, losses: Sequence[float], *, index: int, size: int) -> None:
-        """Write a step of training and add its loss to the mean of the epoch.
+        """Log the values of one training step, and add its loss to the mean loss of the epoch.
+
+        Args:
+            values: Values of the hooks and the optimizer, by tag.
+            losses: The objective, followed by each of its terms if it has several.
+            index: Number of the optimizer step.
+            size: Number of samples of the step.
 
         Raises:
             NonFiniteError: The loss is not finite.
@@ -328,14 +354,18 @@ class Member:
     # --- stages ---
 
     def evaluate(self, stage: Stage, values: Values, batch: Batch) -> None:
-        """Add a batch to the losses and the metrics of a stage."""
+        """Add one batch to the losses and the metrics of a stage."""
         objective, epoch_values = self.module.objective, self.module.values_of(stage)
         _, parts = objective(values, batch)
         epoch_values.add(objective.means(values, parts, size=batch.size))
         epoch_values.update_metrics(epoch_values.read(values))
 
     def _end_stage(self, stage: Stage, step: int) -> dict[str, float]:
-        """Write and return the values of an evaluation. step: Optimizer step of the weights.
+        """Log and return the losses and metrics of a stage.
+
+        Args:
+            stage: The stage that was evaluated.
+            step: Optimizer step of the evaluated weights.
 
         Raises:
             RunError: The evaluation gave no loss.
@@ -346,7 +376,12 @@ class Member:
         return values
 
     def end_epoch(self, *, has_validated: bool, is_complete: bool) -> None:
-        """End an epoch of training, in the order of `Recording` and `Checkpointing`."""
+        """Log the values of an epoch and compare the monitored value, in the order of `Recording` and `Checkpointing`.
+
+        Args:
+            has_validated: Whether the validation split was evaluated.
+            is_complete: Whether the epoch has had all its batches.
+        """
         progress = self._progress
         if has_validated:
             self.metrics.update(self._end_stage("val", progress.step))
@@ -365,7 +400,7 @@ class Member:
         self.log.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
 
     def _compare(self) -> None:
-        """Note whether the latest monitored value is the best.
+        """Update `best` if the monitored value of this validation is the best so far.
 
         Raises:
             RunError: The monitored tag has no value.
@@ -385,7 +420,7 @@ class Member:
             self._is_better = True
 
     def load_best(self) -> None:
-        """Load the best weights for the test stage. Without a best checkpoint the last weights are tested."""
+        """Load the best weights for the test stage. Keep the last weights if there is no best checkpoint."""
         if self.best is not None:
             state = self._best_state or read_checkpoint(self._best_path)
             self.module.load_state_dict(state["state_dict"])
@@ -394,7 +429,7 @@ class Member:
             self.log.say(line, level=logging.WARNING)
 
     def test(self) -> None:
-        """Write the values of the test stage."""
+        """Log the losses and metrics of the test stage."""
         values = self._end_stage("test", self._progress.step if self.best is None else self.best["step"])
         if self.best is not None:
             note_metrics(self.best, values, stage="test")
@@ -402,16 +437,20 @@ class Member:
     # --- checkpoints ---
 
     def hold_best(self) -> None:
-        """Copy the state of a new best for its file and the test stage. Call it where a run can resume."""
+        """Copy the state of the member if the last validation was the best so far.
+
+        The copy is written to best.ckpt later, and the test stage loads it. Call this method at the end of an epoch,
+        because a run can resume from that position.
+        """
         if self._is_better:
             self._is_better = False
             self._best_state, self._best_is_written = on_host(self._state()), False
 
     def _state(self) -> State:
-        """Return the contents of a checkpoint, with the tensors that are trained.
+        """Return the contents of a checkpoint, with references to the live tensors.
 
         Raises:
-            NonFiniteError: A number of the state is not finite.
+            NonFiniteError: A number in the state is not finite.
         """
         step = self._progress.step
         found: State = {
@@ -437,12 +476,13 @@ class Member:
         return found
 
     def save(self) -> None:
-        """Write what loggers and the log hold back, best.ckpt if there is a new best, and last.ckpt.
+        """Write the buffered log, best.ckpt if there is a new best state, and last.ckpt.
 
-        best.ckpt comes first: a kill between the two leaves a best.ckpt that the resumed training writes again.
+        best.ckpt is written before last.ckpt. If the process is killed between the two, the resumed training writes
+        best.ckpt again.
 
         Raises:
-            NonFiniteError: A number of the state is not finite.
+            NonFiniteError: A number in the state is not finite.
             OSError: A file cannot be written.
         """
         self.log.flush()
@@ -457,7 +497,7 @@ class Member:
         self._saved = f"the last good checkpoint is checkpoints/last.ckpt, of step {step}"
 
     def _restore(self, state: State) -> None:
-        """Resume from a checkpoint of this job, which a stack or a single run wrote."""
+        """Load a checkpoint of this job. Checkpoints of a stack and of a single run have the same layout."""
         lay_out_optimizer_states(state, self.network)
         self.module.load_state_dict(state["state_dict"])
         self.updates.restore(state)
@@ -477,7 +517,15 @@ class Member:
     # --- the end ---
 
     def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:
-        """Write the report, end the loggers, and return what a single run would have returned or raised."""
+        """Write the report and close the loggers.
+
+        Args:
+            status: Status of the job.
+            error: Error that ended the job, or None.
+
+        Returns:
+            The report or the error. A single run of the job returns the same report or raises the same error.
+        """
         if isinstance(error, Interrupted | UserCodeError) and self._last_path.is_file():
             error.command = self.ongoing.resume_command(str(self._last_path))
         if error is not None:
@@ -513,5 +561,5 @@ class Member:
 
 
 def _as_known(error: BaseException) -> ExpError:
-    """Return an error itself if it is an ExpError, and a RunError with its type and message otherwise."""
+    """Return `error` if it is an ExpError. Otherwise return a RunError with its type and message."""
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")

@@ -1,7 +1,7 @@
-"""The table of a sweep: one row per job, rewritten after each job, and printed at the end with the best job.
+"""The table of a sweep, with one row per job. The table is rewritten after each job and printed at the end.
 
-If jobs are repeats over a key such as the seed, a second table has one row per group of repeats, with mean, deviation
-and number. The best group is the group with the best mean.
+Jobs can be repeats that differ only in one key, such as the seed. A second table then has one row per group of repeats,
+with mean, standard deviation and number of values. The best group is the group with the best mean.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
-# Jobs of several folds are repeats, if sweep.repeat_over names no other key.
+# If this key is swept and sweep.repeat_over is null, jobs that differ only in the fold are repeats.
 FOLD = "data.split.fold"
-# The word for no repeats.
+# Value of sweep.repeat_over that disables repeats.
 NONE = "none"
-# The value of a key that no override and no config has.
+# Text in the table for a swept key that a job does not set.
 DEFAULT = "(default)"
-# The statuses of jobs that ended as they should and are not run again.
+# Statuses of jobs that ended without an error and are not run again.
 FINISHED = ("completed", "pruned")
-# Characters of a swept number, and of any other swept value, on the screen.
+# Largest widths on the screen, in characters: of a swept number, and of any other swept value.
 LONGEST_NUMBER, LONGEST = 10, 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one job, or of one run that is compared with other runs.
+    """The result of one job of a sweep, or of one run that is compared with other runs.
 
     Attributes:
-        swept: Values of the swept keys as text.
-        status: Status of the report, or `NOT_STARTED`.
-        value: Monitored value. nan without one.
+        job: Number of the job.
+        swept: Values of the swept keys as text, by key.
+        status: Status in the report of the job, or `NOT_STARTED`.
+        monitor: Monitored tag. None without one.
+        mode: Direction of the monitored tag.
+        value: Best value of the monitored tag. nan without one.
         step: Optimizer step of the value.
-        seconds: Time from start to end. nan if it is unknown.
-        peak_memory_mib: None if it was not measured.
+        metrics: Values of all tags. For evaluated tags, the values of the best checkpoint.
+        seconds: Duration of the job in seconds. nan if it is unknown.
+        peak_memory_mib: Peak memory in MiB. None if it was not measured.
         directory: Run directory, relative to the directory of the sweep.
-        is_job: Whether tables name the row by its number. Other runs are named by their directories.
+        error: First line of the error that ended the job. Empty without one.
+        is_job: Whether tables identify the row by the number of a job. Other runs are identified by their directory.
     """
 
     job: int
@@ -69,7 +74,7 @@ class Row:
 
     @property
     def has_value(self) -> bool:
-        """Return whether the value is compared with the values of other rows."""
+        """Return whether the row takes part in the comparison of monitored values."""
         return self.status == "completed" and math.isfinite(self.value)
 
     @property
@@ -79,29 +84,38 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """Jobs that differ in the repeated key alone. swept: The values that they share."""
+    """A group of jobs that differ only in the repeated key.
+
+    Attributes:
+        swept: Values of the other swept keys, which all jobs of the group share.
+        rows: Rows of the jobs.
+    """
 
     swept: Mapping[str, str]
     rows: Sequence[Row]
 
     @property
     def values(self) -> list[float]:
-        """The values of the completed jobs."""
+        """Monitored values of the completed jobs."""
         return [row.value for row in self.rows if row.has_value]
 
     @property
     def mean(self) -> float:
-        """The mean of the values. nan if no job has a value."""
+        """Mean of the values. nan if no job has a value."""
         return statistics.fmean(self.values) if self.values else math.nan
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the sample, over n - 1. nan for fewer than two values."""
+        """Sample standard deviation of the values, with divisor n - 1. nan for fewer than two values."""
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
-    """Return the completed job with the best value. Return None without one, or if jobs watch different tags."""
+    """Return the completed job with the best monitored value.
+
+    Returns:
+        The row. None if no job has a value, or if the jobs monitor different tags.
+    """
     done = [row for row in rows if row.has_value]
     if not done or _watch_several(rows):
         return None
@@ -113,12 +127,17 @@ def _watch_several(rows: Sequence[Row]) -> bool:
 
 
 def _sign(rows: Sequence[Row]) -> int:
-    """Return the factor of a value with which the best row is the smallest."""
+    """Return 1 if lower values are better, and -1 if higher values are better."""
     return -1 if rows[0].mode == "max" else 1
 
 
 def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
-    """Return the rows grouped by the values of all keys except the repeated key `over`."""
+    """Return the rows in groups that differ only in the repeated key.
+
+    Args:
+        rows: Rows of all jobs.
+        over: The repeated key.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple((key, value) for key, value in row.swept.items() if key != over), []).append(row)
@@ -126,9 +145,16 @@ def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
 
 
 def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
-    """Return the repeats with the best mean among those of which most completed: one lucky seed of three does not win.
+    """Return the group of repeats with the best mean.
 
-    Return None if no job has a value, or if jobs watch different tags.
+    Only groups with the most completed jobs are compared. Otherwise a group with one lucky seed of three could win.
+
+    Args:
+        rows: Rows of all jobs.
+        over: The repeated key.
+
+    Returns:
+        The group. None if no job has a value, or if the jobs monitor different tags.
     """
     groups = repeats_of(rows, over=over)
     most = max((len(group.values) for group in groups), default=0)
@@ -138,21 +164,34 @@ def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
 
 
 def best_of(rows: Sequence[Row], *, repeat_over: str | None = None) -> Row | None:
-    """Return the best job. With repeats, return the best job of the repeats with the best mean."""
+    """Return the best job.
+
+    Args:
+        rows: Rows of all jobs.
+        repeat_over: The repeated key. If given, the best job of the best group of repeats is returned.
+    """
     group = None if repeat_over is None else best_repeats(rows, over=repeat_over)
     return best_row(rows) if repeat_over is None else None if group is None else best_row(group.rows)
 
 
 def again_command(directory: Path, row: Row | None) -> str:
-    """Return the command that starts from the config of a job below a directory. Return "" for None."""
+    """Return the command that starts a new run from the config of a job.
+
+    Args:
+        directory: Directory of the sweep.
+        row: Row of the job. None gives "".
+    """
     return "" if row is None else train_command([], key="from_run", path=str(directory / row.directory))
 
 
 def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
-    """Write table.csv with all values, and table.md with losses and metrics, each whole or not at all.
+    """Write table.csv with all values, and table.md with losses and metrics. Each file is replaced atomically.
 
-    repeat_over: The key whose jobs are repeats. Their mean, deviation and number are columns of table.csv and a table
-        of table.md.
+    Args:
+        directory: Directory of the sweep.
+        rows: Rows of all jobs.
+        repeat_over: The repeated key. If given, mean, deviation and number of the repeats are columns of table.csv and
+            a second table of table.md.
     """
     header, cells = table_cells(rows)
     if repeat_over is not None:
@@ -167,7 +206,13 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
-    """Print the table, the best job, and commands that show more. repeat_over: As of `write_table`."""
+    """Print the table, the best job, and commands that show more.
+
+    Args:
+        directory: Directory of the sweep.
+        rows: Rows of all jobs.
+        repeat_over: The repeated key, or None without repeats.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -189,7 +234,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 
 def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
-    """Return the best job, or the best group of repeats, in one line. Return "" if no row has a value."""
+    """Return a line that describes the best job or the best group of repeats. Return "" if no row has a value."""
     shown = differing_keys(rows)
     if repeat_over is None:
         best = best_row(rows)
@@ -218,14 +263,14 @@ def _kind(rows: Sequence[Row]) -> str:
 
 
 def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = None) -> list[Table]:
-    """Return the table of jobs and, if there are repeats, the table of repeats, with the best in bold.
+    """Return the table of jobs and, with repeats, the table of repeats. The best row is bold.
 
     Jobs are sorted by number. Other runs are sorted by value, the best first.
 
     Args:
         rows: Rows of jobs, or of other runs.
-        width: Columns of the screen.
-        repeat_over: As of `write_table`.
+        width: Width of the screen in characters.
+        repeat_over: The repeated key, or None without repeats.
     """
     if _kind(rows) == "run" and not _watch_several(rows):
         sign = _sign(rows)
@@ -244,7 +289,7 @@ def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = No
 def _rich(
     title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool], width: int
 ) -> Table:
-    """Return a table with one line for each row. Its title names the columns that have no room."""
+    """Return a table with one line for each row. The title lists the columns that do not fit into the width."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -268,13 +313,13 @@ def _rich(
 
 
 def differing_keys(rows: Sequence[Row]) -> list[str]:
-    """Return the swept keys whose values differ; all swept keys of a single row."""
+    """Return the swept keys with more than one value. For a single row, return all swept keys."""
     keys = dict.fromkeys(key for row in rows for key in row.swept)
     return [key for key in keys if len(rows) == 1 or len({row.swept.get(key) for row in rows}) > 1]
 
 
 def monitors_of(rows: Sequence[Row]) -> list[str]:
-    """Return the monitored tags, each once."""
+    """Return the monitored tags of the rows without duplicates."""
     return list(dict.fromkeys(row.monitor for row in rows if row.monitor is not None))
 
 
@@ -288,7 +333,10 @@ def _repeat_figures(group: Repeats) -> list[str]:
 
 
 def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of the table of repeats: their values, mean, deviation and number."""
+    """Return the header and the cells of the table of repeats.
+
+    Each row has the swept values of a group, and the mean, deviation and number of its monitored values.
+    """
     keys = [key for key in differing_keys(rows) if key != over]
     groups = repeats_of(rows, over=over)
     cells = [[*(group.swept.get(key, "") for key in keys), *_repeat_figures(group)] for group in groups]
@@ -298,17 +346,17 @@ def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[lis
 def table_cells(
     rows: Sequence[Row], *, results: bool = False, brief: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of the table of jobs, or of other runs.
+    """Return the header and the cells of the table of jobs or other runs.
 
     Args:
         rows: Rows of the table.
-        results: Whether to leave out all tags except losses and metrics.
-        brief: Whether to leave out all tags except those of validation, and empty columns.
+        results: Whether the only tags are losses and metrics.
+        brief: Whether the only tags are validation losses and metrics, and empty columns are left out.
     """
     swept, monitors = differing_keys(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
-        # <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer, a metric one per class.
+        # Keep <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer.
         metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     if brief:
@@ -321,7 +369,7 @@ def table_cells(
         values = (row.swept.get(key, "") for key in swept)
         line = [str(row.job) if row.is_job else row.directory, row.status]
         line += map(_shorten, values) if brief else values
-        # A job that was not completed has no best.
+        # The value of a job that was not completed is nan, so its cell stays empty.
         line += [_number(row.value) if row.monitor == name and is_finite else "" for name in monitors]
         line.append("" if row.step is None or not is_finite else str(row.step))
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
@@ -348,7 +396,10 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
 
 
 def _shorten(text: str) -> str:
-    """Return a swept value for the screen: a number with six digits, other text cut. table.csv has the whole text."""
+    """Return a swept value for the screen: a number with six digits, or shortened text.
+
+    table.csv has the full value.
+    """
     try:
         return text if len(text) <= LONGEST_NUMBER else _number(float(text))
     except ValueError:

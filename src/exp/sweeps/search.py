@@ -1,12 +1,12 @@
-"""Draw the trials of a search. Optuna proposes them, and a record keeps every trial for its tools.
+"""The search of a sweep: Optuna proposes trials, and a file records every trial for Optuna's tools.
 
-Proposals depend on the seed and on earlier results, never on which of two jobs ends first: a trial is proposed when all
-but the last few trials before it have results, and the sampler gets the results in their order. A resumed search
-therefore draws the same proposals again, and compares them with the record.
+Proposals depend on the seed and on results of earlier trials, never on the order in which jobs end. A trial is proposed
+when all earlier trials except the last `width` have results. The sampler gets results in the order of trial numbers.
+A resumed search therefore makes the same proposals again, and compares them with the record.
 
-    proposals   an Optuna study in memory, which gets results in order
-    record      sweep.journal in the directory of the sweep: optuna-dashboard reads it, jobs report to it, and their
-                pruners look at it
+    proposals   an Optuna study in memory, which gets results in the order of trials
+    record      sweep.journal in the directory of the sweep: jobs report values to it, pruners and optuna-dashboard
+                read it
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ DEFAULT_TRIALS = 20
 DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
 End = Literal["completed", "pruned", "failed"]
 STATES: Mapping[End, str] = {"completed": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
-# Samplers whose proposals do not depend on results, so that no trial waits for one.
+# Samplers that ignore results, so a trial need not wait for earlier results.
 BLIND = ("random", "qmc")
 
 
 class Search:
-    """Proposes trials, and takes their results in any order.
+    """Proposes the trials of a sweep, and accepts their results in any order.
 
     Args:
-        space: Axes that are drawn.
+        space: Axes for which the sampler draws values.
         sampler: Name of the sampler.
         trials: Number of trials.
         seed: Seed of the sampler.
-        width: Number of trials that may be open at a time.
-        objectives: Compared tags, with their directions.
+        width: Largest number of trials without a result. Samplers in BLIND ignore this limit.
+        objectives: Compared tags, each with its direction.
         directory: Directory of the sweep.
 
     Attributes:
@@ -70,7 +70,7 @@ class Search:
         self.is_blind = sampler in BLIND
         self._width = trials if self.is_blind else width
         self._asked = self._passed_on = 0
-        # The state, the values and the reports of each trial that was not passed on to the sampler.
+        # State, values and reports of each trial with a result that the sampler does not have yet.
         self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Trial] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
@@ -90,9 +90,11 @@ class Search:
             self._recorded = self._record.get_trials(deepcopy=False)
 
     def ask(self) -> tuple[int, Combination] | None:
-        """Return the number of the next trial, and its values by key, as text.
+        """Return the next trial.
 
-        Return None while it waits for results, and after the last trial.
+        Returns:
+            The number of the trial, and its values as text by key. None if the search waits for results, or has no more
+            trials.
         """
         number = self._asked
         if number >= self.trials:
@@ -114,15 +116,15 @@ class Search:
         return number, {key: values[key] for key in keys}
 
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
-        """Take the result of a trial.
+        """Store the result of a trial.
 
-        If the record has the end of the trial from before a resume, that end stays, also of a job that is run again:
-        later proposals followed from it.
+        If an earlier sweep already recorded an end of the trial, that end is kept, because later proposals depended on
+        it. This also applies if the job of the trial runs again.
 
         Args:
             number: Number of the trial.
-            end: How it ended.
-            values: Values of the objectives. They count if the trial was completed.
+            end: Status of the trial at its end.
+            values: Values of the objectives. They are used only if the trial was completed.
         """
         from optuna.trial import TrialState
 
@@ -136,7 +138,7 @@ class Search:
         self._results[number] = (state, values, dict(recorded.intermediate_values))
 
     def _pass_on(self, number: int) -> None:
-        """Pass the result of a trial to the sampler."""
+        """Give the stored result of a trial to the sampler."""
         from optuna.trial import TrialState
 
         state, values, reported = self._results.pop(number)
@@ -151,10 +153,10 @@ class Search:
                 self._proposing.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
 
     def _write_down(self, trial: Trial) -> None:
-        """Record a proposal, or compare it with its record.
+        """Record a proposal. If the record already has this trial, compare the two.
 
         Raises:
-            RunError: The record has another proposal.
+            RunError: The recorded proposal differs.
         """
         from optuna.trial import TrialState, create_trial
 
@@ -172,7 +174,7 @@ class Search:
 
 
 def _draw(trial: Trial, axis: Axis) -> str:
-    """Return a value of an axis as text."""
+    """Return a value of an axis, drawn by the sampler, as text."""
     if not axis.is_interval:
         return str(trial.suggest_categorical(axis.name, list(axis.texts)))
     if axis.is_integer:
@@ -189,7 +191,7 @@ def _sampler(name: Sampler, *, seed: int, width: int) -> BaseSampler:
         "gp": samplers.GPSampler,
         "cmaes": partial(samplers.CmaEsSampler, warn_independent_sampling=False),
         "nsga2": samplers.NSGAIISampler,
-        # Open trials count as bad ones, so that proposals that are made together differ.
+        # constant_liar treats trials without results as bad, so that simultaneous proposals differ.
         "tpe": partial(
             samplers.TPESampler,
             n_startup_trials=max(10, width),

@@ -1,9 +1,9 @@
-"""The values that a sweep combines or draws: a list of values for each key, or an interval.
+"""The values of a sweep. A grid combines lists of values. A search draws from lists and intervals.
 
-    optimizer.lr=1e-3,1e-2   seed=range(0,10)   model=glob(m*)       lists: a grid combines them
-    optimizer.lr=tag(log,interval(1e-5,1e-1))   data.batch_size=int(interval(16,256))      intervals: a search draws
+    optimizer.lr=1e-3,1e-2   seed=range(0,10)   model=glob(m*)                             lists
+    optimizer.lr=tag(log,interval(1e-5,1e-1))   data.batch_size=int(interval(16,256))      intervals
 
-Combinations are made one by one, and never listed.
+Combinations are generated one at a time, so a large grid needs no memory.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Condition = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A key and the values that it takes.
+    """A swept key with its values.
 
     Attributes:
-        key: Key with its sign, as an override begins.
-        texts: Values of a list, as an override ends.
-        low: Lower end of an interval, which belongs to it.
-        high: Upper end of an interval, which belongs to it.
+        key: Key with its sign, as in an override: `+optimizer.lr`.
+        texts: Values of a list, as text in an override.
+        low: Lower end of an interval, included.
+        high: Upper end of an interval, included.
         is_log: Whether numbers are drawn uniformly in their logarithm.
-        is_integer: Whether the interval has whole numbers only.
-        is_interval: Whether a search draws numbers from an interval.
-        when: Values of other keys with which the key is swept. None: it is always swept.
+        is_integer: Whether the interval has only integers.
+        is_interval: Whether the values are an interval. Otherwise they are a list.
+        when: Condition: values of other keys for which this key is swept. None sweeps the key always.
         is_range: Whether the values are the numbers of a range in their order.
     """
 
@@ -59,11 +59,11 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """The key without its sign."""
+        """Key without its sign."""
         return self.key.lstrip("+~")
 
     def ends(self) -> tuple[str, ...]:
-        """Return every value of a list, or both ends of an interval or a range."""
+        """Return every value of a list, or both ends of an interval or a range, as text."""
         if self.is_range:
             return tuple(dict.fromkeys((self.texts[0], self.texts[-1])))
         if not self.is_interval:
@@ -71,7 +71,7 @@ class Axis:
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
 
     def domain(self) -> Domain | None:
-        """Return the values as TensorBoard shows them. Return None if they depend on the config of a job."""
+        """Return the values for the HParams page of TensorBoard. Return None if they depend on the config of a job."""
         if self.is_interval:
             return Domain(low=self.low, high=self.high)
         parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
@@ -82,18 +82,23 @@ class Axis:
         )
 
     def texts_of(self, wanted: object) -> tuple[str, ...]:
-        """Return the texts that stand for a value of a list: 1e-3 is 0.001."""
+        """Return the texts in the list that mean a value. For example, `1e-3` means 0.001."""
         parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
 
     def text(self, value: float) -> str:
-        """Return a drawn number as text that reads as the same number."""
+        """Return a drawn number as text. Parsing the text gives the same number."""
         return str(int(value)) if self.is_integer else repr(float(value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The axes in the order in which they were typed, the last one fastest, and the overrides that all jobs share."""
+    """The swept keys, and the overrides that all jobs share.
+
+    Attributes:
+        axes: Swept keys in the order in which they were typed. The last key varies fastest in a grid.
+        fixed: Overrides of all jobs.
+    """
 
     axes: tuple[Axis, ...]
     fixed: tuple[str, ...]
@@ -107,18 +112,22 @@ class Space:
         return next((axis for axis in self.axes if axis.name == name), None)
 
     def overrides(self, values: Combination) -> list[str]:
-        """Return the overrides of a job. values: The values of its axes by key."""
+        """Return the overrides of a job.
+
+        Args:
+            values: Values of the swept keys as text, by key.
+        """
         return [*self.fixed, *(f"{axis.key}={values[axis.key]}" for axis in self.axes if axis.key in values)]
 
     def is_there(self, axis: Axis, values: Combination) -> bool:
-        """Return whether the condition of an axis holds for the values of other axes."""
+        """Return whether an axis is swept for these values of other axes."""
         return axis.when is None or all(
             any(values.get(other.key) in wanted for other in self.axes if other.name == name)
             for name, wanted in axis.when.items()
         )
 
     def grid(self) -> Iterator[Combination]:
-        """Yield every combination of lists. An axis whose condition does not hold is left out of a combination."""
+        """Yield every combination of lists. A combination leaves out the keys with a false condition."""
         yield from self._combine(self.by_condition(), {})
 
     def _combine(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
@@ -131,7 +140,7 @@ class Space:
             yield from self._combine(rest, values if text is None else {**values, first.key: text})
 
     def corners(self) -> list[Combination]:
-        """Return combinations that have every value of each list, and both ends of each interval and range."""
+        """Return combinations that cover every value of each list, and both ends of each interval and range."""
         found: dict[tuple[tuple[str, str], ...], Combination] = {}
         ordered = self.by_condition()
         for varied in self.axes:
@@ -141,14 +150,14 @@ class Space:
                     if axis is varied:
                         values[axis.key] = text
                     elif self.is_there(axis, values):
-                        # A value that the condition of the varied axis needs.
+                        # Prefer a value that fulfills the condition of the varied axis.
                         needed = (varied.when or {}).get(axis.name, ())
                         values[axis.key] = next((one for one in axis.ends() if one in needed), axis.ends()[0])
                 found.setdefault(tuple(values.items()), values)
         return list(found.values())
 
     def by_condition(self) -> list[Axis]:
-        """Return the axes, each after the axes that its condition names."""
+        """Return the axes in an order in which each axis comes after the axes of its condition."""
         left, done = list(self.axes), dict[str, Axis]()
         while left:
             ready = [
@@ -163,7 +172,10 @@ class Space:
 
 
 def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
-    """Return the number of values of each key without making them. Return None for a sweeper that exp does not know."""
+    """Return the number of values of each key, without generating the values.
+
+    Return None for a sweeper that is not exp's.
+    """
     lines = _lines(config, vocabulary)
     if lines is None:
         return None
@@ -173,10 +185,13 @@ def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
 def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
     """Return the space of the command line and of hydra.sweeper.params.
 
-    seed: Seed of the order of shuffled values.
+    Args:
+        config: Config of the sweep.
+        vocabulary: The config groups and their options.
+        seed: Seed for the order of shuffled values.
 
     Raises:
-        ConfigError: An interval cannot be drawn from, a list has a value twice, or a condition never holds.
+        ConfigError: An interval is not valid, a list has a value twice, or a condition never holds.
     """
     axes: list[Axis] = []
     fixed: list[str] = []
@@ -201,7 +216,7 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
 
 
 def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
-    """Return the last override of each key. Return None for a sweeper that exp does not know."""
+    """Return the last override of each key. Return None for a sweeper that is not exp's."""
     texts = swept_texts(config)
     if texts is None:
         return None
@@ -215,10 +230,10 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
             raise ConfigError([replace(error.errors[0], source=source)]) from error
         is_group = vocabulary.group_exists(line.key_or_group)
         if not is_group:
-            # A later override replaces a swept one, whatever their signs are.
+            # A later override replaces a swept one, even if one has the sign + and the other not.
             name = line.key_or_group
             last = {key: one for key, one in last.items() if one.key_or_group != name or not one.is_sweep_override()}
-        # `+` of a group adds to the options that `=` and other `+` choose.
+        # For a group, `+` adds an option to the options chosen by `=` and by other `+`.
         last[text if is_group and line.is_add() else line.get_key_element()] = line
     return list(last.values())
 
@@ -228,7 +243,10 @@ def _unswept_error(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
 
 
 def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]) -> Condition | None:
-    """Return the values of other axes with which a key is swept, from `sweep.when`. Add errors to `errors`."""
+    """Return the condition of a swept key from `sweep.when`: values of other keys for which the key is swept.
+
+    Errors are added to `errors`.
+    """
     conditions = cast(dict[str, dict[str, object]], OmegaConf.to_container(config.sweep.when, resolve=True))
     if key not in conditions:
         return None
@@ -248,10 +266,10 @@ def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[
 
 
 def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[ErrorDetails], Axis]:
-    """Return the axis of an override, and its errors."""
+    """Return the errors and the axis of an override."""
     name, key, value = line.key_or_group, line.get_key_element(), line.value()
     if isinstance(value, IntervalSweep):
-        # Their types stay, because sweep.json compares the axes of a resumed search.
+        # Keep int or float, because the repr of an axis in sweep.json is compared when a search is resumed.
         low, high, got = cast(float, value.start), cast(float, value.end), str(line.get_value_string())
         is_log, is_integer = "log" in value.tags, isinstance(low, int) and isinstance(high, int)
         axis = Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)
@@ -273,7 +291,7 @@ def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, .
     if isinstance(value, Glob):
         return tuple(value.filter(vocabulary.options(line.key_or_group)))
     if isinstance(value, ChoiceSweep) and value.shuffle:
-        # Hydra draws another order each time, and a resumed sweep has to find its jobs again.
+        # Hydra shuffles differently each time, but a resumed sweep needs the same jobs in the same order.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
         value.shuffle = True  # overrides of the same text share the object

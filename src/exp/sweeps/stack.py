@@ -1,9 +1,11 @@
-"""Train several jobs of a sweep in one process: one vmap for all gradients, then one update per member.
+"""Training of several jobs of a sweep in one process, as a stack.
+
+One vmap call computes the gradients of all members. Each member then makes its own optimizer step.
 
     per member    run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
-    shared        the data, the forward and the backward, the clock
+    shared        the data, forward and backward, the clock
 
-A member computes what a single run of the job computes. The order of events in a step is the order of
+A member computes the same numbers as a single run of the job. The order of events in a step is the order of
 exp.engine.recording and exp.engine.checkpointing.
 """
 
@@ -58,30 +60,32 @@ log = logging.getLogger(__name__)
 Outcome = tuple[int, Report | ExpError]
 # The shortest time between two saves of all members, in seconds.
 SAVE_SECONDS = 30.0
-# The weights of more members do not fit into a cache.
+# Largest number of members: the weights of more members do not fit into the CPU's cache.
 MOST_MEMBERS = 64
-# The share of memory that all stacks take, and the size of a member in multiples of its weights.
+# Share of the machine's memory for all stacks, and memory of a member in multiples of its weights.
 MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
-# Recurrent layers, and operators of so many multiply-adds, are slower in a stack on a CPU.
+# On a CPU, recurrent layers and operators with this many multiply-adds are slower in a stack.
 # Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
 SLOW_IN_A_STACK = (nn.RNNBase,)
 LARGE_OPERATOR = 2**26
 
 
 def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
-    """Train jobs together, each in its own run directory. Members at different positions are trained one after another.
+    """Train jobs together, each in a separate run directory.
+
+    Jobs that resume from different positions cannot share a step. Each position is therefore trained as a separate
+    stack, one after another.
 
     Args:
-        jobs: Checked jobs that `exp.sweeps.stacking.groups` put into one group. A job whose directory has a config.yaml
-            resumes from its last checkpoint.
+        jobs: Checked jobs of one group of `exp.sweeps.stacking.groups`. A job resumes from its last checkpoint if its
+            run directory has a config.yaml.
         at_once: Number of stacks that share the memory of this machine.
 
     Yields:
-        The index of a member that ended, and its report or the error of a single run. The error is Unstacked if it
-        concerns all members.
+        The index of a job that ended, and its report or error. The error is Unstacked if the stack as a whole failed.
 
     Raises:
-        Unstackable: The jobs cannot be stacked. No directory was made.
+        Unstackable: The jobs cannot be stacked. No run directory was created.
     """
     with torch.random.fork_rng(devices=[]):
         yield from _train(jobs, at_once=at_once)
@@ -143,37 +147,38 @@ def _refuse(decided: Plan) -> None:
 
 
 def is_faster(decided: Plan, network: nn.Module) -> bool:
-    """Return whether jobs like this one take less processor time in a stack than side by side.
+    """Return whether a stack takes less processor time than the same jobs in separate processes.
 
-    The answer follows from the network and its input, not from a measurement: a stack saves the time between operators,
-    of which large ones have little, and recurrent layers run slower in it.
+    The rule uses the network and its input, not a measurement. A stack saves time between operators, and large
+    operators spend little time there. Recurrent layers run slower in a stack.
     """
     has_slow_layers = any(isinstance(module, SLOW_IN_A_STACK) for module in network.modules())
     return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
 
 
 def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int = 1, memory: int | None = None) -> int:
-    """Return how many members of a stack fit into memory; at least one.
+    """Return the number of members that fit into memory, at least 1.
 
     Args:
         decided: Plan of one member.
         network: Network of one member.
-        batch: First batch of training.
+        batch: First training batch.
         stacks: Number of stacks that share the memory.
-        memory: Memory of the machine in bytes. None asks the system.
+        memory: Memory of the machine in bytes. None reads the size from the system.
     """
     memory = psutil.virtual_memory().total if memory is None else memory
     run = forward_by_name(network.train(), tuple(decided.spec.inputs))
     weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
     data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
     kept = kept_by(lambda: decided.objective(run(network, batch.data), batch), network=network, data=batch.data)
-    # Weights, gradients, two averages of them and the best checkpoint. Activations and their gradients.
+    # The weights are counted with gradients, two optimizer averages and the best checkpoint. Activations count twice
+    # because of their gradients.
     member = WEIGHTS_PER_MEMBER * weights + 2 * kept.size + data
     return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * memory / stacks / member)))
 
 
 def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
-    """Return the run directory of a job with its frozen config. A job without a checkpoint starts from its beginning.
+    """Return the run directory of a job, with a frozen config. Clear the directory if the job has no checkpoint.
 
     Args:
         job: The job.
@@ -190,18 +195,24 @@ def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
 
 
 def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
-    """Return the values that `resolve` gives for a job. decided: Plan of another job."""
+    """Return the values that `resolve` gives for a job, derived from the plan of another job if possible.
+
+    Args:
+        job: The job.
+        other: A similar job.
+        decided: Plan of the similar job.
+    """
     changed = changes(other.plain, job.plain)
-    # `resolve` looks up the run whose weights are named.
+    # The key `weights` may name a run directory, which only `resolve` replaces by a file.
     if changed is None or any(path[0] == "weights" for path in changed):
         return resolve(job.new_config()).plain
     return with_changes(decided.plain, changed)
 
 
 class Stack:
-    """Members at one position of their runs, which are trained together.
+    """Members at the same position of their runs, trained together.
 
-    A member that fails stays in the tensors of the stack, and its values are no longer written.
+    If a member fails, its tensors stay in the stack, but its values are no longer logged.
     """
 
     def __init__(self, decided: Plan, members: Sequence[Member], *, precision: RunPrecision, flag: SignalFlag) -> None:
@@ -237,14 +248,18 @@ class Stack:
             forward=self._forward,
             total_steps=total_steps,
         )
-        # Steps that are not written yet: index, samples, losses `[T, M]`, and the values of each member by tag.
+        # Steps that are not logged yet: number, samples, losses `[T, M]`, and the values of each member by tag.
         self._waiting: list[tuple[int, int, Tensor, list[Found]]] = []
         self._seconds_waited = 0.0
 
     # --- the run ---
 
     def run(self) -> Iterator[Outcome]:
-        """Train to the end, then test. Yield members when they end."""
+        """Train to the end, then test.
+
+        Yields:
+            The index of a member that ended, and its report or error.
+        """
         try:
             for _ in self._work():
                 yield from self._end_failed()
@@ -256,7 +271,7 @@ class Stack:
             if not isinstance(error, ExpError | OSError):
                 log.exception("the stack failed")
             if len(self._running) > 1:
-                # The error may belong to any member. Each job runs alone, so that only the failing job fails.
+                # Any member may have caused the error. Each job runs again alone, so only that job fails.
                 for member in self._running:
                     member.release()
                     yield member.place, Unstacked(f"together they ended with {one_line(error)}")
@@ -269,7 +284,7 @@ class Stack:
             self._hooks.detach()
 
     def _work(self) -> Iterator[None]:
-        """Train and test. Yield at each point at which members may have failed."""
+        """Train and test. Yield None at each point at which members may have failed."""
         set_threads(threads_of(self._decided.settings.runtime.threads, operator=self._decided.operator))
         for member in self._members:
             member.begin()
@@ -326,7 +341,7 @@ class Stack:
         yield
 
     def _end_epoch(self) -> Iterator[None]:
-        """Validate, compare and hold the best, and move to the next epoch if this one is complete."""
+        """Validate, update the best state, and begin the next epoch if all batches of this epoch are done."""
         progress, has_validated = self._progress, "val" in self._decided.data.stages
         self._hooks.pause()
         if has_validated:
@@ -341,7 +356,7 @@ class Stack:
         yield
 
     def _each(self, work: Callable[[Member], None]) -> None:
-        """Do work for each running member. If it raises an error, that member fails alone."""
+        """Call a function for each running member. If the call raises an error, only that member fails."""
         for member in self._running:
             if member.error is None:
                 with member.failing():
@@ -350,7 +365,7 @@ class Stack:
     # --- a step ---
 
     def _do_batch(self, batch: Batch, is_shared: bool, batch_idx: int) -> None:
-        """Train on one batch: one step of each member's optimizer."""
+        """Make one optimizer step of each member on one batch."""
         progress, hooks, members = self._progress, self._hooks, self._members
         index = progress.step + 1
         hooks.start_batch(
@@ -387,14 +402,14 @@ class Stack:
             member.updates.move_schedule(interval)
 
     def _forward(self, network: nn.Module, batch: Batch) -> None:
-        """Run the forward and the objective of a member as a single run does."""
+        """Run the forward and the objective on the network of a member, as in a single run."""
         with self._precision.forward_context():
             self._members[0].module.objective(self._run(network.train(), batch.data), batch)
 
     # --- what is written ---
 
     def _flush(self) -> None:
-        """Write the waiting steps. A member fails if its loss is not finite."""
+        """Log the waiting steps. A member fails if its loss is not finite."""
         steps, self._waiting = self._waiting, []
         for index, size, losses, values in steps:
             for member, found, own in zip(self._members, values, losses.T.tolist(), strict=True):
@@ -403,7 +418,7 @@ class Stack:
                         member.write_step(found, own, index=index, size=size)
 
     def _end_failed(self) -> Iterator[Outcome]:
-        """Yield the members that have failed since the last call."""
+        """Yield the members that failed since the last call, each with its error."""
         failed = [member for member in self._running if member.error is not None]
         self._running = [member for member in self._running if member.error is None]
         for member in failed:
@@ -413,7 +428,7 @@ class Stack:
         self._each(Member.save)
 
     def _save_interrupted(self, signum: int) -> Iterator[Outcome]:
-        """Save all members and end the stack."""
+        """Save all members, and yield each with the error Interrupted."""
         self._flush()
         if self._progress.step:
             self._save()
@@ -426,7 +441,7 @@ class Stack:
     # --- data ---
 
     def _loader_of(self, seed: int) -> IndexedLoader:
-        """Return the training loader with the order of a seed."""
+        """Return the training loader, set to the sample order of a seed."""
         loader = self._decided.data.loader("train")
         assert isinstance(loader, IndexedLoader)
         assert isinstance(loader.batches, GlobalBatches)
@@ -435,9 +450,10 @@ class Stack:
         return loader
 
     def _batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yield the batches that are left of the epoch, and whether all members share the data.
+        """Yield the remaining batches of the epoch.
 
-        Shared data is `[B, ...]`, other data is `[M, B, ...]`.
+        Yields:
+            The batch, and whether all members share its data. Shared data is `[B, ...]`, other data is `[M, B, ...]`.
         """
         seeds = [member.settings.seed for member in self._members]
         is_random = self._decided.data.shuffle or isinstance(self._loader.dataset, EpochDependent)
@@ -464,7 +480,12 @@ class Stack:
 
 
 def _stack_rows(entries: Sequence[Any], index: Tensor) -> Any:
-    """Stack the data of several batches, and return the row `index[m]` for each member m."""
+    """Return the data of several batches in one batch with an axis for members.
+
+    Args:
+        entries: Data of one batch per distinct seed.
+        index: Index `[M]` of each member's batch in `entries`.
+    """
     first = entries[0]
     if isinstance(first, Mapping):
         return {name: torch.stack([one[name] for one in entries])[index] for name in first}

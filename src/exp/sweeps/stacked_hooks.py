@@ -1,8 +1,9 @@
-"""The hooks gradients, memory and throughput of the members of a stack.
+"""The hooks gradients, memory and throughput for the members of a stack.
 
-Each member has its own hook gradients. The other hooks look at the first member, and all members log what they give:
-the memory is that of one member, the resident set and the times are those of the whole stack. Forward and backward are
-one call and have one tag, as in a pipeline.
+Each member has a separate copy of the hook `gradients`. The other hooks run once, for the first member. All members log
+their values: the memory of one member, but the resident memory and the times of the whole stack.
+
+Forward and backward run as one vmap call, so they share one time tag.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from exp.hooks.step import Step
 from exp.nested import map_tensors
 from exp.shared_types import Batch
 
-# Values of one member by tag.
+# Values that the hooks return for one member, by tag.
 Found = dict[str, Tensor | float | Panel]
 
 
 class StackedHooks:
-    """The hooks of M members, called in the order in which a single run calls them.
+    """The hooks of M members, called in the order in which a single run calls its hooks.
 
     Args:
-        hooks: Hooks by name, not attached.
-        members: Network and optimizer of each member, and whether its gradients are clipped.
-        forward: Runs the forward and the objective of a network of a member.
-        total_steps: Optimizer steps of the whole run.
+        hooks: Hooks by name, not yet attached to a network.
+        members: For each member: its network, its optimizer, and whether its gradients are clipped.
+        forward: Runs the forward pass and the objective on the network of one member.
+        total_steps: Number of optimizer steps of the whole run.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class StackedHooks:
         total_steps: int,
     ) -> None:
         self._members, self._forward = members, forward
-        # A network with the sizes of a member and separate storages.
+        # A copy of one member's network with its own storages. The hook `memory` measures this copy.
         self._sample = copy.deepcopy(members[0][0])
         for parameter in self._sample.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        # The copies of a hook: one for each member, or one for all.
+        # For each hook, its copies: M copies of `gradients`, and one copy of any other hook.
         self._hooks: list[list[Hook]] = []
         for name, hook in hooks.items():
             hook.fit_periods(total_steps)
@@ -72,12 +73,22 @@ class StackedHooks:
                 hook.detach()
 
     def pause(self) -> None:
-        """Stop the clocks after a step."""
+        """Stop the clocks of the hooks after a step."""
         for copies in self._hooks:
             copies[0].pause()
 
     def start_batch(self, batch: Batch, *, index: int, epoch: int, batch_idx: int, seconds_waited: float) -> None:
-        """Begin optimizer step `index`, with the data of the first member."""
+        """Begin optimizer step `index` and select the hooks that are due.
+
+        The hooks see the data of the first member.
+
+        Args:
+            batch: Batch of the first member.
+            index: Number of the optimizer step, counted from 1.
+            epoch: Epoch of the batch, counted from 0.
+            batch_idx: Index of the batch in its epoch.
+            seconds_waited: Time in seconds that the training has waited for data so far.
+        """
         self._due = [copies for copies in self._hooks if copies[0].due(index)]
         step = self._step
         step.index, step.epoch, step.batch_idx = index, epoch, batch_idx
@@ -90,12 +101,16 @@ class StackedHooks:
         self._pass("batch")
 
     def need_gradients(self) -> bool:
-        """Return whether a hook reads the gradients of the parameters in this step."""
+        """Return whether a hook reads the gradients of single parameters in this step."""
         index = self._step.index
         return any(isinstance(hook, Gradients) and not _is_norms_alone(hook, index) for hook, *_ in self._due)
 
     def after_backward(self, gradients: Mapping[str, Tensor]) -> list[Found]:
-        """Return the values of the hooks for unclipped gradients, per member. gradients: `[M, ...]` by parameter."""
+        """Return the values that the hooks compute from unclipped gradients, for each member.
+
+        Args:
+            gradients: Gradient of each parameter `[M, ...]`, by parameter name.
+        """
         self._pass("backward")
         found: list[Found] = [{} for _ in self._members]
         for copies in self._due:
@@ -108,12 +123,12 @@ class StackedHooks:
         return found
 
     def after_clipping(self, found: list[Found]) -> None:
-        """Add the values of the hooks for clipped gradients."""
+        """Add the values that the hooks compute from clipped gradients to `found`."""
         for copies in self._due:
             self._call(copies, "after_clipping", found)
 
     def after_step(self, found: list[Found]) -> None:
-        """Add the values of the hooks for updated parameters."""
+        """Add the values that the hooks compute from updated parameters to `found`."""
         self._pass("optimizer")
         for copies in self._due:
             self._call(copies, "after_step", found)
@@ -134,7 +149,7 @@ class StackedHooks:
     def _step_of(self, place: int, hook: Hook) -> Step:
         step = self._step
         network, optimizer, step.clips = self._members[place]
-        # The hook memory counts storages, and the tensors of a member are rows in the storages of the stack.
+        # The hook `memory` counts whole storages, and a member only has rows of the storages of the stack.
         step.network, step.optimizers = network, [optimizer]
         if isinstance(hook, Memory):
             step.network, step.optimizers = self._sample, [_with_own_state(optimizer)]
@@ -148,12 +163,15 @@ def _with_own_state(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_norms_alone(hook: Hook, index: int) -> TypeGuard[Gradients]:
-    """Return whether a hook gives nothing but norms before clipping at this step."""
+    """Return whether a hook logs only norms of unclipped gradients at this step."""
     return isinstance(hook, Gradients) and hook.norms_alone(index)
 
 
 def _norms(hook: Gradients, gradients: Mapping[str, Tensor]) -> list[list[float]]:
-    """Return the norms of each member's gradients, with one call per parameter."""
+    """Return the gradient norm of each parameter, for each member.
+
+    One call per parameter computes the norms of all members.
+    """
     rows = [gradients[name].flatten(1) for name in hook.names]
     found = [torch.linalg.vector_norm(one, dim=1, dtype=at_least_float32(one.dtype)) for one in rows]
     return torch.stack(found, dim=1).tolist() if found else [[] for _ in next(iter(gradients.values()))]

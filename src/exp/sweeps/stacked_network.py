@@ -1,10 +1,11 @@
-"""Networks of one architecture computed as one: stacked tensors, and one vmap for the gradients of all members.
+"""Networks of one architecture, computed together: stacked tensors, and one vmap for the gradients of all members.
 
-The parameters and buffers of a member are rows of the stack, so its network, optimizer and state dict see what the
-stack computes. Each member draws its dropout masks from the random stream of a single run.
+The parameters and buffers of a member are rows of the stacked tensors. Changes of the stack are therefore visible to
+the member's network, optimizer and state dict. Each member draws its dropout masks from the random stream that a single
+run uses.
 
-Seen in torch 2.13, and tested: a dropout on a CPU draws `empty_like(input).bernoulli_(1 - p)` and divides by 1 - p. At
-p = 0 and p = 1 it draws nothing. Fused attention on a CPU has no rule for vmap, so the plain kernel is used.
+Two facts of torch 2.13 are tested. A dropout on a CPU draws `empty_like(input).bernoulli_(1 - p)` and divides by 1 - p;
+at p = 0 and p = 1 it draws no numbers. Fused attention on a CPU has no rule for vmap, so the plain kernel is used.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ from exp.objectives.objective import Objective
 from exp.shared_types import Batch
 
 Tensors = dict[str, Tensor]
-# The dropouts whose masks a stack draws.
+# Dropout layers that a stack supports, because it draws their masks separately for each member.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Unstackable(Exception):
-    """The reason, in one line, why jobs cannot be stacked, found when their parts are built."""
+    """Reports that jobs cannot be stacked, found when their parts are built.
+
+    The message gives the reason in one line.
+    """
 
 
 class _Mask(torch.autograd.Function):
-    """The factors of a dropout's input, drawn for each member.
+    """A function of autograd that returns the dropout factors, drawn separately for each member under vmap.
 
     Args:
         input: Input of the dropout, detached.
-        member: Index of the member. vmap calls the rule below because it is batched, even if the input is not.
-        draw: Returns the factors of a member, from its index and its input.
+        member: Index of the member. This index is batched even if the input is not, so vmap always calls `vmap` below.
+        draw: Returns the factors of one member, from its index and its input.
     """
 
     @staticmethod
@@ -69,20 +73,20 @@ class _Mask(torch.autograd.Function):
 
 
 class StackedNetwork:
-    """The networks of M members, computed as one.
+    """The networks of M members, computed together.
 
     Args:
         networks: Networks of one architecture.
         seeds: Seed of each member.
         run: Result of `forward_by_name` for the first network.
         objective: Objective of all members.
-        autocast: Returns the context of a forward.
+        autocast: Returns the context manager for a forward.
 
     Attributes:
-        trained: Names of the parameters that learn, in the order of the network.
+        trained: Names of the trainable parameters, in the order of the network.
 
     Raises:
-        Unstackable: The networks have tensors of different shapes or dtypes.
+        Unstackable: A tensor has another shape or dtype in another member.
     """
 
     def __init__(
@@ -98,9 +102,9 @@ class StackedNetwork:
         self.trained = [name for name, one in networks[0].named_parameters() if one.requires_grad]
         self._members = torch.arange(len(networks))
         self._generators = [torch.Generator() for _ in networks]
-        # The index of the member, batched, while a step runs.
+        # Indices of the members. During a step, vmap replaces them by a batched index.
         self._member = self._members
-        # functional_call replaces its tensors by those of the stack.
+        # Network for functional_call, which replaces its tensors by stacked tensors.
         self._template = copy.deepcopy(networks[0])
         dropouts = zip(_dropouts_of(self._template), *map(_dropouts_of, networks), strict=True)
         for module, *own in dropouts:
@@ -121,7 +125,12 @@ class StackedNetwork:
                     setattr(module, leaf, row)
 
     def _dropout(self, module: nn.Dropout, rates: Sequence[float]) -> Callable[[Tensor], Tensor]:
-        """Return the forward of a dropout with a rate for each member."""
+        """Return a forward of a dropout layer with a separate rate for each member.
+
+        Args:
+            module: The dropout layer.
+            rates: Rate of each member.
+        """
         by_channel = type(module) is not nn.Dropout
 
         def draw(place: int, row: Tensor) -> Tensor:
@@ -139,15 +148,18 @@ class StackedNetwork:
         return forward
 
     def gradients(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> tuple[Tensors, Tensor]:
-        """Return the gradient of each trained parameter `[M, ...]`, and the losses `[T, M]`.
-
-        The losses are the objective and, if it has several terms, each term.
+        """Return the gradients and the losses of all members for one batch.
 
         Args:
-            batch: Batch with data `[B, ...]` that all members share, or `[M, B, ...]`.
+            batch: Batch with data `[B, ...]` if all members share it, and `[M, B, ...]` otherwise.
             is_shared: Whether all members share the data.
             epoch: Epoch of the batch, counted from 0.
             index: Index of the batch in its epoch.
+
+        Returns:
+            The gradient `[M, ...]` of each trained parameter by name, and the losses `[T, M]`. The first loss is the
+            objective.
+            If the objective has several terms, each term follows.
         """
         self._template.train()
         fixed = dict(self._tensors)
@@ -168,7 +180,7 @@ class StackedNetwork:
         return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses.T
 
     def evaluate(self, batch: Batch) -> list[Values]:
-        """Return the values by name of one batch, for each member."""
+        """Return the values of one batch by name, for each member."""
         self._template.eval()
         shared: dict[str, Any] = {}
         data: Any = batch.data
@@ -188,11 +200,12 @@ class StackedNetwork:
 
 
 def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:
-    """Run a training step's forward and backward, and a forward of evaluation, of a network that no job trains.
+    """Run a training step and an evaluation forward on a copy of a network, to find out if jobs can be stacked.
 
     Raises:
-        Unstackable: A module that is not a dropout draws random numbers, a parameter gets no gradient, or a step
-            changes more of the network than the numbers in its buffers. All members share the objects of one network.
+        Unstackable: A module other than a dropout draws random numbers, or a parameter gets no gradient. Also raised if
+            a step changes state that all members would share: state of a term, or of the network except values of
+            buffers.
     """
     network = copy.deepcopy(network)
     for dropout in _dropouts_of(network):
@@ -226,7 +239,7 @@ def _call(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **nam
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient in the layout of its parameter. A fused optimizer walks both in the order of their memory."""
+    """Return a gradient with the strides of its parameter. A fused optimizer reads both in memory order."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -1,8 +1,11 @@
-"""Decide which jobs of a sweep are trained together in one stack, and name the key that prevents it for the others.
+"""The rules that decide which jobs of a sweep are trained together in one process, as a stack.
 
-Jobs of a stack have equal configs except for what each member has for itself: the optimizer, its schedule, clipping,
-the seed, initial values and dropout rates. This module does not import torch, because a sweep asks before its first
-job. `exp.sweeps.stack` checks what only the built parts show.
+Jobs of a stack have equal configs, except for values that each member may have separately: optimizer, schedule,
+gradient clipping, seed, initial values and dropout rates. For each other job, a message names the key that prevents a
+stack.
+
+This module does not import torch, because a sweep uses it before its first job. `exp.sweeps.stack` makes further checks
+on the network and the data after they are built.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from exp.shared_types import EPOCH_LOSS
 from exp.spelling import show
 from exp.sweeps.jobs import Job, Plain
 
-# Each member has its own values of these keys, or they do not change how it is trained.
+# Keys that may differ within a stack: each member uses its own value, or the value does not affect training.
 OWN_KEYS = (
     COMPOSITION, "name", "seed", "monitor", "mode", "tags", "print_config", "optimizer", "scheduler", "initialisation",
     "weights", "sweep", "vars", "hydra",
@@ -30,10 +33,10 @@ OWN_TRAINER_KEYS = ("gradient_clip_val", "gradient_clip_algorithm", "enable_prog
 HOOKS = {f"exp.hooks.{name.lower()}.{name}" for name in ("Gradients", "Memory", "Throughput")}
 LOGGERS = {"exp.tensorboard.logger.TensorBoardLogger"}
 DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "3d")}
-# LBFGS calls the loss several times, SparseAdam takes sparse gradients.
+# LBFGS calls the loss several times, and SparseAdam needs sparse gradients. A stack supports neither.
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
 
-# The values that a stacked job may have, and the keys that must have one of them. A key that is not there is allowed.
+# Allowed values, followed by the keys that must have one of these values. A missing key is allowed.
 REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
     ((None,), ("module", "resume", "trainer.max_time", "trainer.profiler", "runtime.step_timeout", "runtime.matmul")),
     ((None,), ("checkpoint.every_n_steps", "checkpoint.every_n_minutes")),
@@ -64,11 +67,16 @@ REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
 
 
 def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tuple[int, ...]], dict[int, str]]:
-    """Return the jobs of each stack, two or more, and why each other job runs alone. Jobs are given by their index.
+    """Return the jobs of each stack, and the reason why each other job runs alone.
 
     Args:
-        plains: Config values of each job, interpolations resolved.
-        most: Largest number of members of a stack. None is no limit.
+        plains: Config of each job as plain values, interpolations resolved.
+        most: Largest number of jobs in a stack. None is no limit.
+
+    Returns:
+        A tuple of job indices for each stack, each with at least two jobs. The second value has the reason for each
+        other
+        job, by its index.
     """
     alike: dict[str, list[int]] = {}
     reasons: dict[int, str] = {}
@@ -88,11 +96,11 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tu
 
 
 def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
-    """Return the jobs in lists, one for each process, and print why jobs run alone.
+    """Return the jobs in lists, one list for each process, and print the reasons why jobs run alone.
 
     Args:
-        jobs: Checked jobs. Jobs that have ended count, so that a resumed sweep makes the same stacks.
-        is_left: Whether a job still has to run.
+        jobs: Checked jobs. Jobs that have ended must be included, so that a resumed sweep forms the same stacks.
+        is_left: Returns whether a job still has to run.
         slots: Number of processes that run at a time.
     """
     whole = [job for job in jobs if job.error is None]
@@ -106,7 +114,7 @@ def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: in
 
 
 def obstacle(plain: Plain) -> str | None:
-    """Return the key that prevents a stack and the reason, in one line. Return None if the job can be stacked."""
+    """Return a line with the key that prevents a stack and the reason. Return None if the job can be in a stack."""
     found = next(_obstacles(plain), None)
     return None if found is None else "{} cannot be stacked: {}".format(*found)
 
@@ -147,7 +155,7 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
 
 
 def signature(plain: Plain) -> str:
-    """Return a text that is equal for the jobs of one stack and different for other jobs."""
+    """Return a text that is equal for jobs that can form one stack, and different for other jobs."""
     kept = {key: value for key, value in plain.items() if key not in OWN_KEYS}
     kept["trainer"] = {key: value for key, value in plain["trainer"].items() if key not in OWN_TRAINER_KEYS}
     kept["model"] = _without_own_values(plain["model"])
@@ -155,7 +163,7 @@ def signature(plain: Plain) -> str:
 
 
 def _without_own_values(node: Any) -> Any:
-    """Return a node of a model without initial values and without the rates of its dropouts."""
+    """Return a node of a model without initial values and dropout rates, because they may differ within a stack."""
     if isinstance(node, list):
         return [_without_own_values(one) for one in node]
     if not isinstance(node, Mapping):
@@ -164,7 +172,7 @@ def _without_own_values(node: Any) -> Any:
     own |= {"initialisation"} if is_node(node) else set()
     found = {name: _without_own_values(value) for name, value in node.items() if name not in own}
     if isinstance(found.get("constants"), dict):
-        # A constant that no program names is used by interpolations alone, which are resolved.
+        # A constant that no forward program uses only served interpolations, and these are already resolved.
         programs = f"{node.get('forward')} {node.get('programs')}"
         found["constants"] = {name: value for name, value in found["constants"].items() if name in programs}
     return found

@@ -1,8 +1,8 @@
-"""A sweep, `python -m exp.train -m ...`. Read `sweep` for the whole command.
+"""A sweep, `python -m exp.train -m ...`. The function `sweep` is the whole command.
 
 sweep_settings   which keys are swept, and how
 jobs, search     the jobs of a grid or of a search, composed and checked
-sweep_runner     runs the jobs of a queue by an executor, and records them in the ledger
+sweep_runner     runs the jobs of a queue through an executor, and records them in the ledger
 sweep_view       the table, the lines on the screen, TensorBoard
 """
 
@@ -54,22 +54,22 @@ from exp.tensorboard.hparams import withdraw
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# Fewer jobs are faster in one process each.
+# Smallest number of jobs for a stack: fewer jobs are faster in separate processes.
 LEAST_STACKED = 4
 
 
 class Sweep:
-    """The source of the jobs of a sweep. Hydra's sweepers call it.
+    """A sweep that composes, checks and runs jobs. Hydra's sweepers call `launch`.
 
     Args:
         master: Result of `compose_sweep`.
         directory: Directory of the sweep.
         executor: Runs the jobs.
-        check: Returns the errors of each of several configs.
-        is_dry: Whether to look for all errors of the jobs, and run none.
+        check: Returns the error of each of several configs.
+        is_dry: Whether the sweep only checks its jobs, and reports all their errors.
 
     Attributes:
-        planned: Jobs of a grid, or the corners of the space of a search that runs nothing.
+        planned: Jobs of a grid. In a dry run of a search, the corners of its space.
         view: Shows the results.
     """
 
@@ -87,7 +87,7 @@ class Sweep:
         is_compared = settings.is_search and settings.values["monitor"] is None
         reads = (*READ_ONCE, "monitor", "mode") if is_compared else READ_ONCE
         self._jobs = Jobs(master=master, directory=directory, check=check, everything=is_dry, reads=reads)
-        # The identity of what all jobs of a search share.
+        # Identity of the config that all jobs of a search share.
         self._shared = identity_of(plain_values(master.config)) if settings.is_search else None
         self._ledger = Ledger(directory)
         self.view = SweepView(directory, settings)
@@ -95,10 +95,10 @@ class Sweep:
         self.planned: list[Job] = []
 
     def begin(self) -> None:
-        """Write what the sweep is started with.
+        """Write sweep.json with the settings of this sweep.
 
         Raises:
-            ConfigError: A sweep of another kind, or another search, is resumed.
+            ConfigError: The resumed sweep is a grid and this one a search, or the reverse, or the two searches differ.
         """
         settings, search = self.settings, None
         if settings.is_search:
@@ -108,11 +108,11 @@ class Sweep:
         self._ledger.begin(settings.overrides, search)
 
     def go_over_space(self) -> None:
-        """Run the grid or the search of the overrides.
+        """Run the grid or the search that the overrides define.
 
         Raises:
-            ConfigError: A job has an error, before the first job starts.
-            Interrupted: A signal came.
+            ConfigError: A job has an error. No job was started.
+            Interrupted: A signal arrived.
         """
         settings = self.settings
         raise_errors(settings.errors())
@@ -122,14 +122,18 @@ class Sweep:
             self.launch([settings.space.overrides(values) for values in settings.space.grid()], first=0)
 
     def launch(self, batch: Sequence[Sequence[str]], *, first: int) -> list[JobReturn]:
-        """Run a batch of jobs, numbered from `first`. Hydra's sweepers call it through the launcher.
+        """Run a batch of jobs. Hydra's sweepers call this method through the launcher.
+
+        Args:
+            batch: Overrides of each job.
+            first: Number of the first job.
 
         Returns:
-            Hydra's JobReturn of each job: its monitored value, nan if it failed.
+            Hydra's JobReturn of each job, with its monitored value. The value is nan if the job failed.
 
         Raises:
             ConfigError: A job of the first batch has an error.
-            Interrupted: A signal came.
+            Interrupted: A signal arrived.
         """
         rows = self.view.rows
         jobs = [
@@ -151,8 +155,16 @@ class Sweep:
         ]
 
     def _check_jobs(self, jobs: Sequence[Job], *, is_first: bool) -> list[Job]:
-        """Return checked jobs. Of the first jobs, raise ConfigError with all errors."""
-        # torch is imported only if the sweep may start.
+        """Return the jobs after all checks.
+
+        Args:
+            jobs: Composed jobs.
+            is_first: Whether these are the first jobs of the sweep. Their errors are raised, so that no job starts.
+
+        Raises:
+            ConfigError: One of the first jobs has an error.
+        """
+        # Skip the check that imports torch if the first jobs have other errors, because the sweep does not start.
         if not is_first or self._jobs.everything or not any(job.error for job in jobs):
             jobs = self._jobs.check(jobs)
         if is_first and any(job.error for job in jobs):
@@ -160,7 +172,11 @@ class Sweep:
         return list(jobs)
 
     def _find_known(self, job: Job) -> Job:
-        """Return a job with its number and directory in an earlier sweep of this directory, if it was started."""
+        """Return the job with its number and run directory from an earlier sweep in this directory.
+
+        A job that the earlier sweep did not start is returned without them. In a grid, this job gets the next free
+        number.
+        """
         if job.error is not None or not self._ledger.has_jobs:
             return job
         entry = self._ledger.claim(identity_of(job.plain))
@@ -170,7 +186,7 @@ class Sweep:
         return job if self.settings.is_search else self._jobs.compose(self._ledger.next_number(), job.overrides)
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the jobs in lists, one for each process."""
+        """Return the jobs in lists, one list for each process."""
         wanted, count = self.settings.values["stack"], sum(job.error is None for job in jobs)
         if wanted is not False and self._executor.stacks and count >= LEAST_STACKED:
             return group_jobs(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
@@ -180,7 +196,7 @@ class Sweep:
         return [[job] for job in jobs]
 
     def _search(self) -> None:
-        """Check the corners of the space, then run what the search proposes."""
+        """Check the corners of the space, then run the jobs that the search proposes."""
         settings, directory = self.settings, self._directory
         corners = [
             self._jobs.compose(place, settings.space.overrides(values))
@@ -226,7 +242,13 @@ def compose_sweep(
     config_name: str = PRIMARY,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] = early_errors,
 ) -> Composition:
-    """Compose what all jobs of a sweep share. check: Returns errors that need no torch; see exp.check.stages.compose.
+    """Compose the config that all jobs of a sweep share.
+
+    Args:
+        overrides: Overrides of the command.
+        config_dir: Further directory of configs.
+        config_name: Name of the primary config.
+        check: Returns errors that are found without torch; see exp.check.stages.compose.
 
     Raises:
         ConfigError: The shared config has errors that can be found without importing torch.
@@ -243,10 +265,10 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     Args:
         master: Result of `compose_sweep`.
         executor: Runs the jobs.
-        check: Returns the errors of each of several configs.
+        check: Returns the error of each of several configs.
 
     Returns:
-        Exit status: 0 if every job ended well, 128 + n if signal n ended the sweep, else 1.
+        Exit status: 0 if every job was completed or pruned, 128 + n if signal n ended the sweep, and 1 otherwise.
 
     Raises:
         ConfigError: A job of the first batch has an error.
@@ -262,15 +284,17 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
             raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
         with lock_sweep(directory):
             if resumed is not None:
-                # In the sweep, in the directories of its jobs, and one level below.
+                # Two levels: the run directories of the jobs, and their subdirectories.
                 remove_partial_files(directory, levels=2)
             return _run(master, directory, executor=executor, check=check)
 
 
 def _find_resumed(master: Composition, wanted: Path) -> Path | None:
-    """Return the directory of the sweep that is resumed. Return None if a new sweep begins.
+    """Return the directory of the sweep to resume. Return None if a new sweep begins.
 
-    wanted: Directory of a new sweep.
+    Args:
+        master: Result of `compose_sweep`.
+        wanted: Directory that a new sweep would have.
     """
     resume = master.config.sweep.resume
     found = None if resume is None else find_sweep(resume, new=wanted)
@@ -280,7 +304,7 @@ def _find_resumed(master: Composition, wanted: Path) -> Path | None:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    # A KeyboardInterrupt, because code that composes or draws may replace an Exception.
+    # Raise KeyboardInterrupt, because code that composes configs or draws values may catch an Exception.
     raise KeyboardInterrupt from Interrupted(signum=signum, checkpoint=None)
 
 
@@ -316,7 +340,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
 
 
 def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) -> int:
-    """Show what an interrupted sweep has, and how it is resumed. Return its exit status."""
+    """Print the results of an interrupted sweep and the command that resumes it. Return the exit status."""
     interrupted = _interruption_of(error)
     print(f"{interrupted}\nthe sweep ends here", file=sys.stderr)
     _finish(jobs, directory)
@@ -326,7 +350,7 @@ def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) 
 
 
 def _interruption_of(error: BaseException) -> Interrupted:
-    """Return the interruption that an exception stands for."""
+    """Return the Interrupted error that an exception is or was raised from. Otherwise return one for SIGINT."""
     for one in (error, error.__cause__):
         if isinstance(one, Interrupted):
             return one
@@ -334,7 +358,7 @@ def _interruption_of(error: BaseException) -> Interrupted:
 
 
 def _print_plan(jobs: Sweep) -> None:
-    """Print the jobs that a sweep would run."""
+    """Print the jobs of a dry run."""
     what = "the corners of the space, all checked" if jobs.settings.is_search else "all checked"
     for job in jobs.planned:
         print(f"job {job.number}  {' '.join(f'{key}={value}' for key, value in job.swept.items())}".rstrip())
@@ -343,7 +367,7 @@ def _print_plan(jobs: Sweep) -> None:
 
 
 def _finish(jobs: Sweep | None, directory: Path) -> None:
-    """Write and print the table. Remove the directory of a sweep of which nothing was started."""
+    """Write and print the table. Remove the directory of a sweep without a started job."""
     if jobs is None or not jobs.view.rows:
         _remove_unused(directory)
         return
@@ -352,7 +376,7 @@ def _finish(jobs: Sweep | None, directory: Path) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Remove the directory of a sweep of which nothing was started, and the empty directories above it."""
+    """Remove the directory of a sweep without a started job, and its empty parent directories."""
     if (directory / JOBS).is_file():
         return  # an earlier sweep, which this one would have resumed
     for name in ("multirun.yaml", SETTINGS, JOURNAL):

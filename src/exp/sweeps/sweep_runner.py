@@ -1,4 +1,4 @@
-"""Run the jobs of a queue, several at a time, until none is left or the sweep has to end."""
+"""The loop that runs the jobs of a queue, several at a time, until the queue is empty or the sweep has to end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class _Running:
-    """A running job: when it started, and the number of its process."""
+    """A running job.
+
+    Attributes:
+        job: The job.
+        started: Start time, from `time.perf_counter`.
+        process: Number of the process that runs the job. Jobs of one stack have the same number.
+    """
 
     job: Job
     started: float
@@ -40,10 +46,10 @@ class SweepRunner:
 
     Args:
         directory: Directory of the sweep.
-        settings: Its settings.
+        settings: Settings of the sweep.
         executor: Runs the jobs.
         ledger: Records the jobs that start.
-        view: Shows their results.
+        view: Shows the results.
     """
 
     def __init__(
@@ -53,16 +59,16 @@ class SweepRunner:
         self._ledger, self._view = ledger, view
         self._running: dict[int, _Running] = {}
         self._processes = itertools.count()
-        # Directories that this sweep gave to jobs.
+        # Run directories that this sweep has assigned to jobs.
         self._taken: set[Path] = set()
-        # Number of signals that the jobs were sent.
+        # Number of signals that were sent to the jobs.
         self._passed_on = 0
 
     def run(self, queue: Queue) -> None:
-        """Start jobs while there is room, until none is left or the sweep has to end.
+        """Run jobs until the queue is empty or the sweep has to end.
 
         Raises:
-            Interrupted: A signal came. All running jobs have ended.
+            Interrupted: A signal arrived. All running jobs have ended.
         """
         self._passed_on = 0
         with collect_signals() as received:
@@ -105,14 +111,22 @@ class SweepRunner:
         return len({one.process for one in self._running.values()}) < self._executor.slots
 
     def _why_it_ends(self, begun: float) -> str:
-        """Return why no more jobs start. Return "" if they start."""
+        """Return the reason why no more jobs may start. Return "" if jobs may start.
+
+        Args:
+            begun: Start of the sweep, from `time.monotonic`.
+        """
         most, timeout = self._settings.values["max_failures"], self._settings.values["timeout"]
         if most is not None and sum(row.status == "failed" for row in self._view.rows.values()) >= most:
             return f"ended by sweep.max_failures={most}"
         return "" if time.monotonic() - begun < self._settings.seconds else f"ended by sweep.timeout={timeout}"
 
     def _start_next(self, queue: Queue, received: Sequence[int]) -> bool:
-        """Start the next jobs of the queue, or record those that need not run. Return whether there was a job."""
+        """Take the next jobs from the queue. Start them, or record their rows if they need not run.
+
+        Returns:
+            Whether the queue had a job.
+        """
         try:
             jobs = queue.next()
         except Interrupted:  # a signal came while a proposal was checked
@@ -133,7 +147,7 @@ class SweepRunner:
         return bool(jobs)
 
     def _start(self, jobs: Sequence[Job]) -> None:
-        """Start jobs that one process runs."""
+        """Start jobs in one process, after their entries are written to the ledger."""
         started, process, entries = time.perf_counter(), next(self._processes), []
         for job in jobs:
             directory = cast(Path, job.directory)
@@ -147,7 +161,10 @@ class SweepRunner:
         self._running |= {job.number: _Running(job=job, started=started, process=process) for job in jobs}
 
     def _place(self, job: Job) -> Job:
-        """Return a new job with another directory if hydra.sweep.subdir gives it that of an earlier job."""
+        """Return the job with an unused run directory.
+
+        The directory changes only if hydra.sweep.subdir gave an earlier job the same directory.
+        """
         if job.is_known:
             return job
         wanted = cast(Path, job.directory)
@@ -157,7 +174,10 @@ class SweepRunner:
         return replace(job, directory=free)
 
     def _row_without_run(self, job: Job) -> Row | None:
-        """Return the row of a job that cannot run or need not run. Return None for any other job."""
+        """Return the table row of a job that cannot run, or that an earlier sweep finished.
+
+        Return None if the job has to run.
+        """
         if job.error is not None:
             return self._view.row_of(job, job.error)
         if not job.is_known or job.number in self._view.rows:
@@ -166,7 +186,7 @@ class SweepRunner:
         return None if report is None else self._view.row_of(job, report, seconds=report.wall_seconds)
 
     def is_left(self, job: Job) -> bool:
-        """Return whether a job still has to run, because no earlier sweep of this directory ended it."""
+        """Return whether a job still has to run."""
         return self._row_without_run(job) is None
 
     def _record(self, row: Row, queue: Queue) -> None:
@@ -175,7 +195,11 @@ class SweepRunner:
         self._view.print_end(row)
 
     def _ends(self, received: Sequence[int]) -> Iterator[tuple[Job, Report | ExpError, float]]:
-        """Wait until a job ends or a moment passes. Yield each job that has ended, its outcome and its seconds."""
+        """Pass new signals to the jobs, wait at most WAIT_SECONDS, and yield the jobs that have ended.
+
+        Yields:
+            The job, its report or error, and its duration in seconds.
+        """
         for signum in received[self._passed_on :]:
             self._executor.end(signum)
             self._passed_on += 1
@@ -184,7 +208,7 @@ class SweepRunner:
             yield one.job, end.outcome, time.perf_counter() - one.started
 
     def _end_running(self, received: Sequence[int]) -> None:
-        """Let all running jobs save their state and end, and wait for them. A signal kills them."""
+        """Let all running jobs save their state and end, and wait for them. A second signal kills the jobs."""
         if self._running and not self._passed_on:
             self._executor.end(signal.SIGTERM)
         while self._running:

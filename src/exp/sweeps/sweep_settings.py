@@ -1,4 +1,4 @@
-"""The settings of a sweep, read once before its jobs, and the errors of settings that do not fit what is swept."""
+"""The settings of a sweep, read once before its jobs, and the errors of settings that do not fit the swept keys."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from exp.sweeps.search import DEFAULT_TRIALS
 from exp.sweeps.space import Axis, Space, sizes, space_of
 
 MAX_JOBS = 10_000
-# The keys that a sweep reads before it looks at any job.
+# Keys of the config that a sweep reads before it composes jobs.
 READ_FIRST = ("sweep", "seed", "monitor", "mode")
-# The launchers whose jobs an Executor of exp runs.
+# Prefix of the launchers that run jobs through exp.sweeps.executor.
 OUR_LAUNCHERS = "hydra_plugins.exp."
-# Overrides that say nothing about which jobs a sweep has.
+# Overrides that do not affect the list of jobs.
 OF_RESUME = ("sweep.resume=", "sweep.retry_failed=")
 
 
@@ -44,12 +44,12 @@ class SweepSettings:
     """The settings of a sweep.
 
     Attributes:
-        values: The node `sweep` of the config.
-        overrides: The overrides of the command, without those that resume a sweep.
-        monitor: Tag that the jobs compare. None compares nothing.
+        values: Node `sweep` of the config.
+        overrides: Overrides of the command, except those that resume a sweep.
+        monitor: Tag by which jobs are compared. None compares no jobs.
         mode: Direction of the monitored tag.
-        seed: Seed of the search, and of shuffled values.
-        space: The swept keys and their values.
+        seed: Seed of the search and of shuffled values.
+        space: Swept keys with their values.
     """
 
     values: Mapping[str, Any]
@@ -61,7 +61,7 @@ class SweepSettings:
 
     @property
     def is_search(self) -> bool:
-        """Return whether a sampler draws the values. Otherwise all values are combined in a grid."""
+        """Return whether a sampler draws the values. Otherwise the sweep is a grid of all combinations."""
         sampler = self.values["sampler"]
         return sampler != "grid" and (sampler != "auto" or self.space.has_intervals)
 
@@ -76,13 +76,17 @@ class SweepSettings:
 
     @property
     def seconds(self) -> float:
-        """Time after which no more jobs start, in seconds."""
+        """Time in seconds after which no more jobs start. inf without a limit."""
         timeout = self.values["timeout"]
         return math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
 
     @property
     def repeat_over(self) -> str | None:
-        """The key whose values are repeats: that of sweep.repeat_over, or the folds of the data if they are swept."""
+        """The swept key over which jobs are repeats, or None.
+
+        sweep.repeat_over sets the key. Without this setting, the key is `data.split.fold` if folds are swept without a
+        pruner.
+        """
         over = self.values["repeat_over"]
         if over is None and self.values["pruner"] == "none" and self.space.axis(FOLD) is not None:
             return FOLD
@@ -99,17 +103,17 @@ class SweepSettings:
 
     @property
     def objectives(self) -> Mapping[str, Mode]:
-        """The tags that a search compares, with their directions."""
+        """The tags by which a search compares trials, each with its direction."""
         if named := searched_tags(self.values["monitor"], mode=self.mode):
             return named
         return {} if self.monitor is None else {self.monitor: self.mode}
 
     def resume_command(self, directory: str) -> str:
-        """Return the command that resumes the sweep of a directory."""
+        """Return the command that resumes the sweep in a directory."""
         return shlex.join(["python", "-m", "exp.train", "-m", *self.overrides, f"sweep.resume={directory}"])
 
     def errors(self) -> Iterator[ErrorDetails]:
-        """Yield an error for each setting that does not fit what is swept."""
+        """Yield an error for each setting that does not fit the swept keys."""
         over = self.repeat_over
         if over is not None and self.repeated is None:
             yield not_supported_with("sweep.repeat_over", over, "one value", "a swept key, such as seed=0,1,2")
@@ -148,6 +152,9 @@ class SweepSettings:
 def read_settings(master: Composition) -> SweepSettings:
     """Return the settings of a sweep.
 
+    Args:
+        master: Result of `compose_sweep`.
+
     Raises:
         ConfigError: The values of a key cannot be swept.
     """
@@ -163,7 +170,7 @@ def read_settings(master: Composition) -> SweepSettings:
 
 
 def refuse_settings(master: Composition) -> None:
-    """Raise ConfigError for settings that no sweep can have, before any of them is read."""
+    """Raise ConfigError for settings that no sweep supports, before other functions read the settings."""
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
     expected = "one value for the whole sweep"
     errors = [
@@ -185,7 +192,7 @@ def refuse_settings(master: Composition) -> None:
 
 
 def refuse_size(master: Composition) -> None:
-    """Raise ConfigError for a sweep without a job, and for one with too many jobs, before they are listed."""
+    """Raise ConfigError if a sweep has no job or too many jobs, before the jobs are listed."""
     counts = sizes(master.config, master.vocabulary)
     if counts is None:
         return
@@ -200,11 +207,11 @@ def refuse_size(master: Composition) -> None:
 
 
 def no_job(key: str) -> ErrorDetails:
-    """Return the error of a key without a value."""
+    """Return the error of a swept key without values."""
     return missing_value(key.lstrip("+~"), "at least one value", got="no value, so the sweep has no job")
 
 
 def wanted_directory(master: Composition) -> Path:
-    """Return the directory of a new sweep."""
+    """Return the directory that a new sweep would have, from hydra.sweep.dir."""
     with hydra_config(master.config):
         return Path(master.config.hydra.sweep.dir)

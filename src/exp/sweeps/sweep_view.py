@@ -21,7 +21,8 @@ from exp.sweeps.sweep_settings import SweepSettings
 from exp.tensorboard.hparams import declaration, declare, write_bad_end
 
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
-# A table of more rows is written at most every two seconds, and in at most a twentieth of the time.
+# A table with at least TABLE_ROWS rows is written at most every TABLE_SECONDS seconds. The pause is also at least
+# TABLE_PAUSES times as long as the last write.
 TABLE_ROWS, TABLE_SECONDS, TABLE_PAUSES = 50, 2.0, 20
 
 
@@ -30,11 +31,11 @@ class SweepView:
 
     Args:
         directory: Directory of the sweep.
-        settings: Its settings.
+        settings: Settings of the sweep.
 
     Attributes:
-        rows: Rows of the table by job.
-        ended_early: Why the settings of the sweep ended it before all jobs were run. Empty if they did not.
+        rows: Rows of the table, by job number.
+        ended_early: Reason why the sweep ended before all jobs were run. Empty if it did not.
     """
 
     def __init__(self, directory: Path, settings: SweepSettings) -> None:
@@ -50,7 +51,13 @@ class SweepView:
         return all(row.status in FINISHED for row in self.rows.values())
 
     def row_of(self, job: Job, outcome: Report | ExpError | None, *, seconds: float = 0.0) -> Row:
-        """Return the row of a job. outcome: None if the job was not started."""
+        """Return the table row of a job.
+
+        Args:
+            job: The job.
+            outcome: Report or error of the job. None if the job was not started.
+            seconds: Duration of the job in seconds.
+        """
         monitor, mode = self._settings.monitor, self._settings.mode
         if job.plain:
             monitor, mode = job.plain["monitor"], job.plain["mode"]
@@ -83,7 +90,7 @@ class SweepView:
         )
 
     def record(self, row: Row) -> None:
-        """Add a row and write the table, as often as its size allows."""
+        """Add a row, and write the table unless it was written recently."""
         self.rows[row.job] = row
         pause = max(TABLE_SECONDS, TABLE_PAUSES * self._write_seconds)
         if time.monotonic() - self._written > pause or len(self.rows) < TABLE_ROWS:
@@ -97,7 +104,7 @@ class SweepView:
         print(redact("  ".join(filter(None, facts))), flush=True)
 
     def say_once(self, line: str) -> None:
-        """Print a line that several jobs have in common."""
+        """Print a line, but only the first time."""
         if line not in self._said:
             self._said.add(line)
             print(redact(line), flush=True)
@@ -111,7 +118,7 @@ class SweepView:
         self._write_seconds = self._written - started
 
     def print(self) -> None:
-        """Print the table, and why the sweep ended early."""
+        """Print the table, and the reason if the sweep ended early."""
         print()
         print_table(self._directory, self._sorted_rows, repeat_over=self._settings.repeat_over)
         if self.ended_early:
@@ -122,9 +129,10 @@ class SweepView:
         return [self.rows[number] for number in sorted(self.rows)]
 
     def declare(self, jobs: Sequence[Job]) -> None:
-        """Write the swept keys and the compared tags for TensorBoard, once.
+        """Write the swept keys and the compared tags for TensorBoard, once per sweep.
 
-        jobs: Jobs of the first batch. Of a search, the corners of its space.
+        Args:
+            jobs: Jobs of the first batch. For a search, the corners of its space.
         """
         space = self._settings.space
         if self.rows or not space.axes or not any(map(_has_tensorboard, jobs)):
@@ -134,7 +142,7 @@ class SweepView:
         tags: list[str] = []
         seen = set[tuple[str, str]]()
         for job in jobs:
-            # Of ten thousand jobs only those with a value that no job before has.
+            # Skip jobs without a new value, because a sweep may have ten thousand jobs.
             if job.error is not None or seen >= job.swept.items():
                 continue
             seen |= job.swept.items()
@@ -147,7 +155,7 @@ class SweepView:
             print(error, file=sys.stderr)
 
     def end_session(self, job: Job, row: Row) -> None:
-        """Write the end of a job for TensorBoard if its own process could not write it."""
+        """Write the end of a job for TensorBoard if the job did not end normally."""
         if row.status in FINISHED or not row.directory or not _has_tensorboard(job):
             return
         params, tags = chosen_values(job.plain, job_overrides(job.overrides)), compared_tags(job.plain)
@@ -164,6 +172,6 @@ def _has_tensorboard(job: Job) -> bool:
 def _first_line(error: ExpError) -> str:
     if isinstance(error, ConfigError):
         return "; ".join(str(error) for error in error.errors)
-    # Without the command that resumes the run, for which a table has no room.
+    # args[0] leaves out the command that resumes the run, because a table cell is too narrow for it.
     lines = str(error.args[0]).strip().splitlines()
     return lines[0] if lines else type(error).__name__

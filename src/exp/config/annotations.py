@@ -12,7 +12,15 @@ EMPTY = inspect.Parameter.empty
 
 
 def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any:
-    """Return an annotation with its names looked up in the function's module; EMPTY if the module lacks them."""
+    """Return an annotation with its names, given as text, replaced by the objects in the function's module.
+
+    Args:
+        annotation: Annotation of a parameter or of a result.
+        function: Function with the annotation.
+
+    Returns:
+        The evaluated annotation. EMPTY if the module lacks a name.
+    """
     if annotation is EMPTY or not _holds_text(annotation):
         return annotation
     stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
@@ -26,7 +34,10 @@ def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any
 
 @functools.lru_cache(maxsize=1024)
 def annotations_of(target: Callable[..., object]) -> Mapping[str, Any]:
-    """Return the annotation of each parameter of a class, its bases or a function; EMPTY without one."""
+    """Return the annotation of each parameter of a function or a class. Parameters of a class's bases are included.
+
+    A parameter without an annotation has the value EMPTY.
+    """
     if inspect.isclass(target):
         makers = [vars(base)[name] for base in target.__mro__ for name in ("__init__", "__new__") if name in vars(base)]
     else:
@@ -46,7 +57,7 @@ def annotations_of(target: Callable[..., object]) -> Mapping[str, Any]:
 
 
 def return_annotation(function: Callable[..., object]) -> type | None:
-    """Return the class in a function's return annotation; None without an annotation, and for a union."""
+    """Return the class in a function's return annotation; None if there is no annotation or it is not a class."""
     try:
         annotation = inspect.signature(function).return_annotation
     except ValueError:

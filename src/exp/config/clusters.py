@@ -1,4 +1,7 @@
-"""The launchers that run the jobs of a sweep on a cluster. Their settings and executors are in extras/clusters."""
+"""Hydra launchers that run the jobs of a sweep on a cluster.
+
+The settings and executors of these launchers are in extras/clusters.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,31 @@ RAY = "hydra_plugins.exp.launcher.RayLauncher"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A kind of cluster.
+    """A type of cluster.
 
     Args:
-        word: The option of hydra/launcher.
-        executor: The class that runs the jobs.
+        word: Option of the group hydra/launcher.
+        executor: Dotted name of the class that runs the jobs.
     """
 
     word: str
     executor: str
 
 
-# By the `_target_` of hydra.launcher.
+# Clusters by the `_target_` of hydra.launcher.
 CLUSTERS: Mapping[str, Cluster] = {
     SLURM: Cluster("slurm", "exp.extras.clusters.slurm.SlurmExecutor"),
     RAY: Cluster("ray", "exp.extras.clusters.ray_jobs.RayExecutor"),
 }
-# The module that finds errors in their settings.
+# The module that checks the settings of these launchers.
 SETTINGS = "exp.extras.clusters.launcher_settings"
 
 
 def refuse_cluster(target: str) -> None:
-    """Raise ConfigError if a single run has the launcher of a cluster.
+    """Raise ConfigError if a single run uses the launcher of a cluster.
 
-    target: the `_target_` of hydra.launcher.
+    Args:
+        target: `_target_` of hydra.launcher.
     """
     if target in CLUSTERS:
         raise config_error(
@@ -49,6 +53,6 @@ def refuse_cluster(target: str) -> None:
 
 
 def cluster_errors(settings: Mapping[str, object]) -> Iterator[ErrorDetails]:
-    """Yield the errors of hydra.launcher if it is the launcher of a cluster."""
+    """Yield the errors in the node hydra.launcher if its `_target_` is the launcher of a cluster."""
     if settings.get("_target_") in CLUSTERS:
         yield from importlib.import_module(SETTINGS).launcher_errors(settings)

@@ -15,10 +15,11 @@ def raw_values(config: DictConfig) -> dict[str, Any]:
 
 
 def copy_config(config: DictConfig) -> DictConfig:
-    """Return a deep copy of a whole config, by pickle, in an eighth of the time of copy.deepcopy.
+    """Return a deep copy of a config.
 
-    A part of a config is copied by copy.deepcopy. The cache is copied separately: it may have objects of users that
-    cannot be pickled.
+    A whole config is copied by pickle, in an eighth of the time of copy.deepcopy. A node inside a config is copied by
+    copy.deepcopy. OmegaConf's cache is copied separately, because it may contain objects of users that cannot be
+    pickled.
     """
     if config._get_parent() is not None:
         return copy.deepcopy(config)
@@ -27,7 +28,7 @@ def copy_config(config: DictConfig) -> DictConfig:
     cache.clear()
     try:
         made = cast(DictConfig, pickle.loads(pickle.dumps(config, pickle.HIGHEST_PROTOCOL)))
-    except (pickle.PicklingError, AttributeError, TypeError):  # of a class that is in no module
+    except (pickle.PicklingError, AttributeError, TypeError):  # the class of a value is not importable
         made = copy.deepcopy(config)
     finally:
         cache.update(kept)

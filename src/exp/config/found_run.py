@@ -1,7 +1,7 @@
-"""`from_run=DIR`: a command that starts from the config of an existing run and states only what differs.
+"""The override `from_run=DIR`, which starts a new run from the config of an existing run.
 
-The overrides of the run are repeated, and the command's overrides replace those of the same key. If a YAML file or exp
-has another value today, the value of the run is set.
+The command repeats the overrides of the existing run. Its other overrides replace those with the same key. If a YAML
+file or a default of exp has changed since, the value of the existing run is used.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from exp.errors import COMMAND_LINE, ConfigError, config_error
 from exp.spelling import among
 
 KEY = "from_run"
-# Keys that apply to the old run only.
+# Keys that apply only to the existing run.
 LEFT_OUT = ("resume", "sweep")
-# Keys of a frozen config that no file sets: paths that `auto` was replaced by.
+# Keys with values that exp determined, such as a path in place of `auto`.
 FOUND = (*LEFT_OUT, "weights.from")
-# Keys of every frozen config.
+# Keys that every frozen config has.
 WHOLE = (
     *("name", "seed", "monitor", "mode", "train", "test", "data", "model", "objective", "metrics", "optimizer"),
     *("scheduler", "trainer", "hooks", "logger", "precision", "runtime", "launch", "security", "strategy", "weights"),
 )
-# Keys in one line of the report.
+# The largest number of keys in one line of the report.
 MOST_SHOWN = 6
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
 
 
 def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the run that a command starts from, None without one, and the other overrides.
+    """Return the run directory in `from_run=DIR`, and the overrides without `from_run`.
+
+    Returns:
+        The run directory, or None without `from_run`.
+        The other overrides.
 
     Raises:
-        ConfigError: The run is named twice, or is no run directory.
+        ConfigError: `from_run` is given twice, or its value is not a run directory.
     """
     own = [text for text in overrides if key_of(text) == KEY]
     others = [text for text in overrides if key_of(text) != KEY]
@@ -74,7 +78,7 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def lost_keys(config: DictConfig) -> list[str]:
-    """Return the keys that a frozen config lacks, because its file was cut."""
+    """Return the keys of every config that a frozen config lacks, because its file was truncated."""
     return [name for name in WHOLE if name not in config]
 
 
@@ -83,14 +87,14 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
 
 
 def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
-    """Return the overrides of a run and of a command, which replaces those of the same key.
+    """Return the overrides of a run followed by those of a command.
 
-    `+hooks=NAME` adds to the run's hooks.
+    An override of the command replaces the run's override of the same key. `+hooks=NAME` adds to the run's hooks.
 
     Args:
-        run: The directory of the run.
-        now: The overrides of the command.
-        without: Keys that are left out, with the keys below them.
+        run: Run directory.
+        now: Overrides of the command.
+        without: Keys to leave out of the run's overrides, together with all keys below them.
 
     Raises:
         ConfigError: The run allows a package that the command does not name.
@@ -98,7 +102,7 @@ def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = (
     adding = [text for text in now if text.startswith("+") and key_of(text) in MANY]
     keys = {key_of(text) for text in now if text not in adding}
     removed = removed_keys(frozen_values(run))
-    # The command says where results go. A run that exp wrote records nothing of Hydra's.
+    # Hydra's settings are left out, because the command decides where results are written.
     left = (*without, "hydra", *removed)
     recorded = [_with_class(text) for text in read_overrides(run) if not key_of(text).startswith("hydra/")]
     recorded = [
@@ -115,7 +119,10 @@ def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = (
 
 
 def _with_class(override: str) -> str:
-    """Return an override of `_target_` for a value that selected a class in earlier versions."""
+    """Return an override of `_target_` in place of an override that selected a class in earlier versions of exp.
+
+    Other overrides are returned unchanged.
+    """
     key, value = _key_and_value(override)
     if (key, value) not in CHOSEN_CLASSES:
         return override
@@ -127,7 +134,14 @@ def _key_and_value(override: str) -> tuple[str, str]:
 
 
 def _without_hooks(override: str, removed: Sequence[str]) -> str:
-    """Return an override without the hooks that it chooses and that no longer exist. removed: dotted keys."""
+    """Return an override of `hooks` without the hooks that this version of exp no longer has.
+
+    Other overrides are returned unchanged.
+
+    Args:
+        override: Override as typed.
+        removed: Dotted keys that no longer exist, such as "hooks.landscape".
+    """
     group, _, options = override.partition("=")
     names = options.strip("[]").split(",")
     left = [name for name in names if f"hooks.{name.strip()}" not in removed]
@@ -137,7 +151,7 @@ def _without_hooks(override: str, removed: Sequence[str]) -> str:
 
 
 def key_of(override: str) -> str:
-    """Return the key or the group of an override, without a sign."""
+    """Return the key or the group of an override, without its sign (`+`, `++` or `~`)."""
     return override.lstrip("+~").partition("=")[0]
 
 
@@ -148,15 +162,21 @@ def _is_below(key: str, others: Sequence[str]) -> bool:
 def changes(
     run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the values of a run that differ today, as overrides' keys, and the values that it did not have.
+    """Return the differences between a run's frozen config and the config that its overrides compose to today.
 
-    Values that the run determined, such as a shape of the data, and values that the command changes are left out.
+    Two kinds of value are left out: values that the run determined itself, such as a shape of the data, and values that
+    the command changes.
 
     Args:
-        run: The directory of the run.
-        own: The composition of the run's overrides.
-        combined: The composition of the run's and the command's overrides.
-        now: The overrides of the command.
+        run: Run directory.
+        own: Config composed today from the run's overrides.
+        combined: Config composed today from the overrides of the run and of the command.
+        now: Overrides of the command.
+
+    Returns:
+        The values of the run that are different today. Their keys are those of overrides: keys that do not exist today
+            begin with `++`.
+        The values that exist today and that the run did not have.
     """
     today, changed = (dict(_values(read(config)[0])) for config in (own, combined))
     frozen = dict(_values(raw_values(read_frozen(run))))
@@ -177,12 +197,18 @@ def changes(
 
 
 def override_texts(values: Mapping[str, object]) -> list[str]:
-    """Return the overrides that set values."""
+    """Return the texts of overrides that set the given values. The keys may begin with a sign."""
     return [f"{key}={override_value(value)}" for key, value in values.items()]
 
 
 def report_changes(run: Path, then: Mapping[str, object], since: Mapping[str, object]) -> Iterator[str]:
-    """Yield a line for the values that are set to those of a run, and one for those that it did not have."""
+    """Yield lines that report the differences between a run and the configs of today.
+
+    Args:
+        run: Run directory.
+        then: Values of the run that are different today, which the command sets.
+        since: Values that the run did not have.
+    """
     for title, values in ((f"as in {run}; the configs differ today", then), (f"new since {run}", since)):
         pairs = [text.removeprefix("++") for text in override_texts(values)]
         more = f" and {len(pairs) - MOST_SHOWN} more" if len(pairs) > MOST_SHOWN else ""
@@ -191,7 +217,7 @@ def report_changes(run: Path, then: Mapping[str, object], since: Mapping[str, ob
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of a plain tree by dotted key. A list and an empty mapping are values."""
+    """Yield each dotted key and value of nested dicts. Lists and empty mappings are yielded as one value."""
     if not isinstance(plain, Mapping) or (not plain and key):
         yield key, plain
         return
@@ -201,7 +227,7 @@ def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def override_value(value: object) -> str:
-    """Return the text of a value in an override, so that Hydra reads the same value."""
+    """Return the text of a value in Hydra's grammar of overrides. Hydra parses the text to the same value."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     if isinstance(value, int | float):
@@ -214,5 +240,5 @@ def override_value(value: object) -> str:
 
 
 def _name(key: object) -> str:
-    """Return a key of a mapping in an override, which Hydra reads only without quotes."""
+    """Return the key of a mapping with its special characters escaped, because Hydra does not allow quotes there."""
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))

@@ -35,8 +35,8 @@ MAX_TRIES = 100
 def freeze(config: DictConfig) -> Path:
     """Make the run directory of a composed config, and write overrides.yaml, provenance.json and config.yaml.
 
-    If the directory exists, `-2`, `-3` and so on are appended to its name, unless it was made for this config; see
-    `take_directory`.
+    If the directory exists, `-2`, `-3` and so on are appended to the name of the new one. A directory passed to
+    `take_directory` is used under the same name, although it exists.
 
     Returns:
         The absolute path of the new directory.
@@ -65,14 +65,14 @@ def write_frozen(
 ) -> None:
     """Write overrides.yaml, provenance.json and config.yaml of a run.
 
-    config.yaml is written last. If it exists, the others do, also after a kill.
+    config.yaml is written last, so a run directory with config.yaml is complete even if the process was killed.
 
     Args:
         directory: Run directory.
         text: Text of config.yaml.
-        overrides: Overrides of the run.
-        origin: Result of `shared_origin`, for several runs of one process.
-        is_synced: Whether the files are on the disk when this returns, which takes 0.5 ms each.
+        overrides: Command-line overrides of the run.
+        origin: Provenance from `shared_origin`, to be reused by several runs of one process. None: it is computed.
+        is_synced: Flush each file to the disk before returning, in 0.5 ms per file.
 
     Raises:
         RunError: A file cannot be written.
@@ -98,7 +98,7 @@ def _unwritable(directory: Path, error: OSError) -> RunError:
 
 
 def take_directory(config: DictConfig, directory: Path) -> None:
-    """Let `freeze` use a directory that was made for this config."""
+    """Set an existing directory as the run directory of a config, so that `freeze` does not make another one."""
     composition = config[COMPOSITION]
     with open_dict(composition):
         composition.directory = literal(str(directory))
@@ -106,7 +106,7 @@ def take_directory(config: DictConfig, directory: Path) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove the files of a run that was killed before its first checkpoint, except its output."""
+    """Remove all files of a run directory except output.log. The run was killed before its first checkpoint."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -115,7 +115,10 @@ def clear(directory: Path) -> None:
 
 
 def make_exclusively(wanted: Path) -> Path:
-    """Make and return a new directory: `wanted`, or `wanted-2`, `wanted-3` and so on if it exists."""
+    """Make a new directory and return its path.
+
+    If `wanted` exists, the new directory is `wanted-2`, `wanted-3` and so on.
+    """
     wanted = wanted.absolute()
     candidate = wanted
     for count in itertools.count(2):
@@ -128,7 +131,8 @@ def make_exclusively(wanted: Path) -> Path:
 def _make(directory: Path) -> Path:
     parent = directory.parent
     for _ in range(MAX_TRIES):
-        # A sweep that started no job removes its empty directories, also between these calls.
+        # A sweep that started no job removes its empty directories, which may happen between mkdir of the parent and
+        # mkdir of the directory.
         try:
             parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -144,24 +148,29 @@ def _make(directory: Path) -> Path:
 
 
 def record_parent(directory: Path, parent: Mapping[str, object]) -> None:
-    """Add the parent run and its step to provenance.json of a fork."""
+    """Add the parent run and the step of the fork to provenance.json.
+
+    Args:
+        directory: Run directory of the fork.
+        parent: Parent run and step, as written to the file.
+    """
     path = directory / "provenance.json"
     found = _mask({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
     write_atomic(path, json.dumps(found, indent=2) + "\n")
 
 
 def _mask(found: Mapping[str, object]) -> dict[str, object]:
-    # The diff and the command may have secrets.
+    # The diff and the command may contain secrets.
     return cast(dict[str, object], map_texts(dict(found), mask_secrets))
 
 
 def shared_origin() -> Mapping[str, object]:
-    """Return the provenance that the runs of this process share, without overrides and with secrets masked."""
+    """Return the provenance shared by all runs of this process, with secrets masked and an empty list of overrides."""
     return _mask(provenance([]))
 
 
 def provenance(overrides: list[str]) -> dict[str, object]:
-    """Return command, git revision and diff, versions and machine of a run as plain values."""
+    """Return the provenance of a run as plain values: command, git revision and diff, package versions and machine."""
     return {
         "command": sys.argv,
         "overrides": overrides,

@@ -20,17 +20,18 @@ from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, RunError, config_error, describe_exception
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
-# The node of a composed config that records its composition; a frozen config has none.
+# The node of a composed config that records its composition. A frozen config does not have it.
 COMPOSITION = "_composition_"
-# The run directory, as the interpolation that `${hydra:runtime.output_dir}` becomes.
+# The interpolation of the run directory. It replaces `${hydra:runtime.output_dir}`.
 OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
-# Keys of the record: groups of the user's own, packages that the command line allows, a directory that is there.
+# Keys of COMPOSITION: config groups of the user, packages that the command line allows, and whether the run directory
+# exists already.
 OWN_GROUPS = "own_groups"
 ALLOWED = "allow"
 TAKEN = "is_taken"
-# 1 if a search pruned the job, else 0. TensorBoard's page of hyperparameters has no state for it.
+# 1 if a search pruned the job, else 0. A tag, because TensorBoard's page of hyperparameters has no state for it.
 PRUNED_TAG = "sweep/pruned"
-# The output of a job of a sweep, which its process keeps open.
+# Standard output of a job of a sweep. The job's process keeps the file open.
 OUTPUT = "output.log"
 DISTRIBUTIONS = (
     "exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy",
@@ -41,7 +42,7 @@ ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
 
 @secrets_kept()
 def frozen_yaml(config: DictConfig) -> str:
-    """Return the config as YAML text, every interpolation resolved, without the record of its composition."""
+    """Return the config as YAML text, with interpolations resolved and without the node COMPOSITION."""
     plain = cast(dict[str, object], OmegaConf.to_container(config, resolve=True))
     plain.pop(COMPOSITION, None)
     return yaml_text(plain)
@@ -51,41 +52,45 @@ def read_frozen(directory: Path | str) -> DictConfig:
     """Return the frozen config of a run directory.
 
     Raises:
-        RunError: The directory holds none.
+        RunError: config.yaml is missing or cannot be read.
     """
     text, path = _config_text(directory)
     return from_text(text, name=str(path))
 
 
 def from_text(text: str, *, name: str) -> DictConfig:
-    """Return the config of a text that `frozen_yaml` wrote. name: The file, for messages.
+    """Return the config that `frozen_yaml` wrote as text.
+
+    Args:
+        text: YAML text of the config.
+        name: Name of the file, for error messages.
 
     Raises:
-        RunError: The text is no config.
+        RunError: The text is not a config.
     """
     content = with_present_keys(_mapping(text, name=name))
-    # Interpolations that are left are text. Only the object that is built with a secret resolves them.
+    # Only interpolations of secrets are left. They are kept as text, and are resolved when the object is built.
     return cast(DictConfig, OmegaConf.create(map_texts(content, literal)))
 
 
 def frozen_values(directory: Path) -> dict[str, Any]:
-    """Return the values in the file of a frozen config.
+    """Return the values of config.yaml as written, with the keys of the exp version that wrote the file.
 
     Raises:
-        RunError: The directory holds none.
+        RunError: config.yaml is missing or cannot be read.
     """
     text, path = _config_text(directory)
     return _mapping(text, name=str(path))
 
 
 def read_overrides(directory: Path | str) -> list[str]:
-    """Return the overrides that a frozen config was composed with, as text: `name=a${seed}` is not resolved."""
+    """Return the overrides of a run from overrides.yaml. Interpolations, as in `name=a${seed}`, are not resolved."""
     path = Path(directory) / "overrides.yaml"
     return cast(list[str], _parse(_text(path), name=str(path)))
 
 
 def read_parent(directory: Path) -> Mapping[str, object] | None:
-    """Return the run and the step that a fork began from; None for any other run."""
+    """Return the parent run and the step of a fork from provenance.json; None if the run is not a fork."""
     path = directory / "provenance.json"
     if not path.is_file():
         return None
@@ -122,7 +127,7 @@ def _parse(text: str, *, name: str) -> object:
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> Any:
-    """Return a plain tree with each text changed by a function."""
+    """Return a copy of nested dicts and lists in which a function has replaced each text."""
     if isinstance(value, dict):
         return {name: map_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
@@ -131,19 +136,29 @@ def map_texts(value: object, change: Callable[[str], str]) -> Any:
 
 
 def literal(text: str) -> str:
-    """Return a text escaped so that OmegaConf does not resolve `${name}` in the record of an override."""
+    """Return a text with each `${name}` escaped, so that OmegaConf keeps it as text."""
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
-    """Raise ConfigError if `security.allow` of a run directory names packages that the command does not."""
+    """Raise ConfigError if `security.allow` of a run directory names packages that the command does not name.
+
+    Args:
+        allow: Packages that the command allows.
+        directory: Run directory.
+    """
     refuse_untrusted(read_frozen(directory), allow=allow, source=str(directory / "config.yaml"))
 
 
 def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, is_override: bool = False) -> None:
-    """Raise ConfigError if `security.allow` of a frozen config names packages that the command does not.
+    """Raise ConfigError if `security.allow` of a frozen config names packages that the command does not name.
 
-    is_override: the command names packages by `security.allow`, or by `allow` in Python, instead of --allow.
+    Args:
+        config: Frozen config.
+        allow: Packages that the command allows.
+        source: File of the config, for the message.
+        is_override: The command allows packages by the override `security.allow`, or by `allow` in Python. By default,
+            the flag is --allow.
     """
     named = OmegaConf.select(config, "security.allow")
     others = [str(package) for package in named if package not in allow] if isinstance(named, list | ListConfig) else []
@@ -169,14 +184,14 @@ def _installed_versions() -> Mapping[str, str]:
 
 
 def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, object]:
-    """Return the hyperparameters that distinguish runs: those of the command line, and three of every run.
+    """Return the hyperparameters of a run: the keys that the command line sets, learning rate, batch size and seed.
 
     Args:
-        plain: The values of the config.
-        overrides: As typed, with the swept ones of a job among them.
+        plain: Plain values of the config.
+        overrides: Overrides as typed. For a job of a sweep, they include the swept values.
 
     Returns:
-        Values by dotted key. A group has the option that was chosen, such as {"model": "lenet"}.
+        Values by dotted key. The value of a group is the chosen option, as in {"model": "lenet"}.
     """
     known = Values(dict(plain))
     values = {key: known[key] for key in ALWAYS if known[key] not in (None, UNKNOWN)}
@@ -196,11 +211,11 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> list[str]:
-    """Return the tags by which runs are compared: the monitored one, those of a search, and the metrics.
+    """Return the tags by which runs are compared: the monitored tag, the tags of a search, and the metrics.
 
     Args:
-        plain: The values of the config.
-        is_trial: The run is the job of a search. None: as the config says.
+        plain: Plain values of the config.
+        is_trial: The run is a job of a search. None: it is a job if `sweep.trial` of the config is set.
     """
     settings = settings_of(plain)
     monitor, sweep = settings.monitor, settings.sweep

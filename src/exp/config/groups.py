@@ -1,4 +1,4 @@
-"""The words of a command line on one search path: config groups, their options, keys at the top."""
+"""Config groups, options and top-level keys that a command line may use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from exp.errors import ConfigError, config_error
 from exp.files import is_valid_path
 
 PRIMARY = "train"
-# Hydra's own groups that have a meaning here; the others set up what exp does not use.
+# The groups of Hydra that exp uses. Hydra's other groups have no effect in exp.
 USED_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 class Vocabulary:
-    """The words that a command line may use on one search path: groups, their options, keys at the top.
+    """Config groups, options and top-level keys that a command line may use.
 
-    places: of the search path. declared: the values of the primary config and of the configs that it extends.
+    Args:
+        places: Directories of configs, the first with the highest precedence.
+        config_name: Name of the primary config, such as "train".
+
+    Attributes:
+        own: Config groups that exp does not have.
+        declared: Values of the primary config and of the configs that the primary config extends.
+        groups: Config groups in the defaults lists of these configs, except Hydra's.
+        keys: Top-level keys of these configs.
     """
 
     def __init__(self, places: Sequence[Place], *, config_name: str) -> None:
@@ -35,13 +43,16 @@ class Vocabulary:
             self.declared |= {str(key): value for key, value in content.items() if key != "defaults"}
         choices = [choice for content in contents for choice in choices_of(content)]
         named = {choice.group for choice in choices if choice.group and not choice.group.startswith("hydra/")}
-        # The option of each group of which there is one that the primary config chooses.
+        # The option of each group for which the primary config chooses exactly one option.
         self._chosen = {choice.group: choice.options[0] for choice in reversed(choices) if len(choice.options) == 1}
         self.groups = sorted(named)
         self.keys = sorted((set(self.declared) | named) - {"experiment", "debug", "local", "hydra"})
 
     def _primaries(self) -> list[dict[object, object]]:
-        """Return the content of the primary config, and of those that its defaults list names, such as train."""
+        """Return the contents of the primary config and of the configs that the primary config extends.
+
+        A config extends the configs in its defaults list that have no group, such as `train`.
+        """
         contents: list[dict[object, object]] = []
         names = [self.config_name]
         for name in names:
@@ -61,9 +72,12 @@ class Vocabulary:
         return contents
 
     def kind(self, group: str) -> str:
-        """Return `one`, `many`, `axis` or `own`. A group that only the user's own train.yaml declares is a `one`.
+        """Return the kind of a config group.
 
-        A folder of the user's that no train.yaml declares is `own`: + adds where nothing was chosen, as in Hydra.
+        Returns:
+            "one", "many" or "axis": See the comment in `slots`. Groups that only the user's train.yaml declares are
+                "one".
+            "own": A folder of the user that no train.yaml declares. As in Hydra, its options are chosen with a `+`.
         """
         if group in MANY:
             return "many"
@@ -72,17 +86,17 @@ class Vocabulary:
         return "axis" if group in AXIS else "one"
 
     def group_exists(self, group: str) -> bool:
-        """Return whether a place of configs has a folder of this name, or Hydra has the group and exp uses it."""
+        """Return whether a directory of configs has a folder with this name, or exp uses Hydra's group of this name."""
         is_path = bool(group) and is_valid_path(group)
         return group in USED_GROUPS or (is_path and any((place.directory / group).is_dir() for place in self.places))
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group. `_loader` is a part that other options include, not a choice."""
+        """Return the options of a group. Files such as `_loader.yaml` are not options, because options include them."""
         found = {option for place in self.places for option in options_in(place.directory / group)}
         return sorted(found.union(registered_options(group) if group in USED_GROUPS else ()))
 
     def has_option(self, group: str, option: str) -> bool:
-        """Return whether a group holds an option, also one of a folder within it (`model=mine/small`)."""
+        """Return whether a group has an option. The option may be in a subfolder, as in `model=mine/small`."""
         if not option or option.startswith("/") or ".." in option.split("/") or not is_valid_path(option):
             return False
         return option in self.options(group) or any(
@@ -91,10 +105,10 @@ class Vocabulary:
 
     @functools.cached_property
     def keys_below(self) -> list[str]:
-        """Return all dotted keys of the config without overrides; empty if it does not compose."""
+        """All dotted keys of the config without overrides. Empty if the config cannot be composed."""
         try:
             config, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
-        except ConfigError:  # which the composition itself reports
+        except ConfigError:  # the composition of the command reports the same error
             return []
         return dotted_keys(config)
 
@@ -105,7 +119,7 @@ class Vocabulary:
         return group in self.groups or group in USED_GROUPS or self.kind(group) == "own"
 
     def example(self, group: str) -> str:
-        """Return a correct command for this group."""
+        """Return a valid override for a group, such as `model=mlp` or `hooks=[gradients,memory]`."""
         options = self.options(group) or ["..."]
         if self.kind(group) == "many":
             return f"{group}=[{','.join(options[:2])}]"
@@ -113,12 +127,17 @@ class Vocabulary:
 
 
 def dotted_keys(config: DictConfig) -> list[str]:
-    """Return every key of a composed config, at any depth, except those of the hydra node."""
+    """Return all dotted keys of a composed config, except those of the hydra node."""
     plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     assert isinstance(plain, dict)
     return [key for key, _ in leaves({name: value for name, value in plain.items() if name != "hydra"})]
 
 
 def open_search_path(*, config_dir: str | None, config_name: str) -> Vocabulary:
-    """Return the words that the configs of this working directory know."""
+    """Return the groups, options and top-level keys of the configs that are available in the working directory.
+
+    Args:
+        config_dir: Directory of --config-dir.
+        config_name: Name of the primary config, with or without `.yaml`.
+    """
     return Vocabulary(search_places(config_dir=config_dir), config_name=config_name.removesuffix(".yaml"))

@@ -1,4 +1,7 @@
-"""Check Hydra's own settings: directories, the sweeper and the launcher may be set. Any other setting is an error."""
+"""Check Hydra's own settings.
+
+Users may set the directories, the sweeper and the launcher. Any other setting is an error.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ REFUSED = {
     **dict.fromkeys(("hydra.job.env_set", "hydra.job.env_copy"), NO_VARIABLES),
 }
 
-# Its value comes from the user's shell, so a path may begin with it.
+# A directory may begin with an environment variable, because its value comes from the user's shell.
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
-# Values that change nothing.
+# Values without an effect, which are therefore accepted.
 HARMLESS: Mapping[str, tuple[object, ...]] = {
     "hydra.job.chdir": (False, None),
     "hydra.output_subdir": (None,),
@@ -52,7 +55,7 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
 
 
 def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
-    """Return the error of an override of Hydra's own settings, or None."""
+    """Return the error of an override of one of Hydra's own settings; None if the override is allowed."""
     if key in HARMLESS and value in HARMLESS[key]:
         return None
     if key == "hydra.searchpath":
@@ -76,10 +79,10 @@ def hydra_node_errors(
     """Return the errors of the hydra node of a composed config.
 
     Args:
-        config: The config.
-        layers: The files that were merged.
-        multirun: The config is that of a sweep.
-        typed: Hydra's own keys that the command line sets, with the text of each value.
+        config: The composed config, with its hydra node.
+        layers: Files that were merged into the config.
+        multirun: The command is a sweep (-m).
+        typed: Hydra's keys that the command line sets, each with the text of its value.
     """
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     errors = [error for layer in layers for error in _file_errors(layer, config)]
@@ -93,7 +96,7 @@ def hydra_node_errors(
 
 
 def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
-    """Yield an error for each setting of Hydra in a file that has no effect, or would run code before the check."""
+    """Yield an error for each setting of Hydra in a file that has no effect or runs code before the check."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
     content, source = read_yaml(layer.file), display_path(layer.file)
@@ -107,9 +110,13 @@ def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
 
 
 def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetails]:
-    """Return an error for each setting and group of Hydra in a file that neither exp nor exp's files use.
+    """Return an error for each of Hydra's settings and groups in a file that exp does not use.
 
-    package: The node at which the file is merged.
+    Settings with the same value in exp's own train.yaml are accepted.
+
+    Args:
+        content: Content of the file.
+        package: Names of the key at which the file is merged.
     """
     own = read_yaml(OWN_CONF / "train.yaml")
     # A user's primary config may begin as a copy of exp's.
@@ -128,7 +135,7 @@ def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetail
 
 
 def settings_of(content: object, package: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield every dotted key below hydra that a file sets, with its value. A list is a value."""
+    """Yield each dotted key below `hydra` that a file sets, with its value. Lists are not split into elements."""
     if isinstance(content, dict) and content:
         for name, value in content.items():
             if package or name == "hydra":
@@ -138,16 +145,21 @@ def settings_of(content: object, package: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _hydra_choices(content: object) -> list[tuple[str, str]]:
-    """Return Hydra's own groups in the defaults list of a file's content, with the options."""
+    """Return pairs of group and option for Hydra's own groups in the defaults list of a file."""
     choices = [choice for choice in choices_of(content) if choice.group.startswith("hydra/")]
     return [(choice.group, option) for choice in choices for option in choice.options]
 
 
 def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
-    """Return the errors in the settings of a sweeper or launcher."""
+    """Return the errors in the settings of the sweeper or the launcher.
+
+    Args:
+        config: The composed config, with its hydra node.
+        name: "sweeper" or "launcher".
+    """
     key, known = f"hydra.{name}", registered_targets()
     try:
-        # As Hydra resolves them: an interpolation may lead to a node with a `_target_`.
+        # Interpolations are resolved because one may refer to a node with a `_target_`, which Hydra would build.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         return [hydra_error(key, str(error).splitlines()[0], "values that are known before the sweep")]
@@ -172,9 +184,10 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
 
 
 def _security_keys(plain: object) -> Iterator[str]:
-    """Yield the names of keys of `security`. A sweeper turns its parameters into overrides, which look like typed ones.
+    """Yield each key of `security` in the settings of a sweeper.
 
-    Some sweepers take lists of overrides.
+    A sweeper turns its parameters into overrides, which cannot be distinguished from overrides of the command line.
+    Some sweepers take lists of overrides, so texts are searched, too.
     """
     for path, value in leaves(plain):
         word = f"{path}.{value.partition('=')[0]}" if isinstance(value, str) and "=" in value else path
@@ -183,9 +196,15 @@ def _security_keys(plain: object) -> Iterator[str]:
 
 
 def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None) -> list[ErrorDetails]:
-    """Return the errors of a directory for results: it has a value and is inside the working directory.
+    """Return the errors of a directory for results.
 
-    typed: the value on the command line, which may lead elsewhere.
+    The directory must have a value and be below the working directory. Only the command line may set a directory
+    outside of the working directory.
+
+    Args:
+        config: The composed config, with its hydra node.
+        key: Key of the directory, such as "hydra.run.dir".
+        typed: Value of the key on the command line, if the command line sets the key.
     """
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
@@ -212,14 +231,19 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
 
 
 def _name_or(key: str, config: DictConfig, text: str) -> str:
-    """Return `name` if the name of the run has a text of a directory, else the key of the directory."""
+    """Return the key for an error about a text in a directory: `name` if the run's name contains it, else `key`."""
     return "name" if "name" in config and text in str(config.name) else key
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:
-    """Return whether a path is below its typed text up to the first interpolation: `/disk/${name}` below /disk.
+    """Return whether a directory is below the fixed beginning of the text on the command line.
 
-    The working directory and its parents are no place for a run.
+    The fixed beginning ends before the first interpolation: for `/disk/${name}` it is `/disk`. The working directory
+    and its parents are not accepted as run directories.
+
+    Args:
+        directory: Resolved path.
+        typed: Text of the path on the command line, with interpolations.
     """
     text = ENVIRONMENT.sub(lambda found: os.environ.get(found[1].strip()) or found[0], typed)
     fixed = text.partition("${")[0]
@@ -229,16 +253,20 @@ def _is_below_typed(directory: str, typed: str) -> bool:
 
 
 def is_inside(directory: str) -> bool:
-    """Return whether a path is below the working directory. Links are not followed; `..` is not allowed."""
+    """Return whether a path is below the working directory. Links are not followed, and `..` is not allowed."""
     path = Path(directory)
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
 
 
 def directory_of(config: DictConfig, *, sweep: str | None) -> str:
-    """Return the absolute path of a job's run directory. sweep: the directory of its sweep.
+    """Return the absolute path of the run directory of a job.
+
+    Args:
+        config: The composed config, with its hydra node.
+        sweep: Directory of the sweep that the job belongs to; None for a single run.
 
     Raises:
-        ConfigError: It leads out of the sweep's directory.
+        ConfigError: The run directory is outside of the sweep's directory.
     """
     if sweep is None:
         return os.path.abspath(str(config.hydra.run.dir))
@@ -252,9 +280,12 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
 
 
 def resolve_hydra_values(config: DictConfig) -> list[ErrorDetails]:
-    """Replace `${hydra:...}` and `${hydra....}` by their values, because the job's config has no hydra node.
+    """Replace interpolations of Hydra's values, `${hydra:...}` and `${hydra....}`, by the values.
 
-    Return an error for each interpolation without a value before the run.
+    The replacement is needed because the job's config has no hydra node.
+
+    Returns:
+        An error for each interpolation that has no value before the run.
     """
     errors = []
     for key, text in text_values(raw_values(config)):

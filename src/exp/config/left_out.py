@@ -1,8 +1,8 @@
-"""Remove the nodes that a run of a user's LightningModule, the key `module`, does not use.
+"""Remove the nodes of the config that a run of a user's LightningModule (key `module`) does not use.
 
 The module has its own network, losses, metrics and optimizers. exp's default nodes for them are removed from the
-composed config. A node that the user chose is an error. A node that another node refers to, as in `net: ${model}`,
-stays. A LightningDataModule has its own loaders, so only the user's keys of `data` stay.
+composed config. If the user chose such a node, `module_errors` reports an error. A node is kept if another node refers
+to it, as in `net: ${model}`. A LightningDataModule has its own loaders, so only the user's keys of `data` are kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from exp.config.yaml_files import choices_of, read_yaml
 from exp.errors import COMMAND_LINE
 
 REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
-# Groups whose options may choose other nodes: a data set of another task also selects an objective.
+# Options of these groups may choose options of other groups: a data set may also select an objective.
 OTHERS = ("data", *REPLACED)
 
 
 def leave_out(config: DictConfig) -> None:
-    """Remove the nodes from a composed config, in place.
+    """Remove the unused nodes from a composed config, in place.
 
-    The record of the composition gets the nodes that the user chose, for `module_errors`.
+    Keys of these nodes that the user set are recorded in the node COMPOSITION, from which `module_errors` reads them.
     """
     if not has_module(raw_values(OmegaConf.masked_copy(config, MODULE_KEY))):
         return
@@ -52,7 +52,7 @@ def leave_out(config: DictConfig) -> None:
 
 
 def _user_choices(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield each key of the replaced nodes that the user set or chose, and where."""
+    """Yield each key of the nodes in REPLACED that the user set, with the file or command line that set it."""
     for text in config[COMPOSITION].overrides:
         line = parse_override(str(text))
         key = str(line.key_or_group)
@@ -60,7 +60,7 @@ def _user_choices(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, COMMAND_LINE
     for layer in layers_of(config):
         group, _, is_below = layer.config_path.partition("/")
-        # The primary config and the options of these groups are in every run.
+        # The primary config and options of the groups in OTHERS may be defaults, which the user did not choose.
         if layer.file is None or not is_below or group in OTHERS:
             continue
         if group == "experiment" or _is_users(layer.file):
@@ -77,6 +77,6 @@ def _is_users(file: Path) -> bool:
 
 
 def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
-    """Return whether a file of exp set a key."""
+    """Return whether the value of a key comes from a config file of exp."""
     setter = setters.get(key)
     return setter is not None and setter.file is not None and not _is_users(setter.file)

@@ -12,9 +12,9 @@ from exp.errors import ErrorDetails, not_supported_with
 from exp.spelling import show
 
 MODULE_KEY = "module"
-# A key of the composition's record: the replaced nodes that the user chose, each with its source.
+# A key of COMPOSITION: the keys of replaced nodes that the user set, each with the file or command line that set it.
 REFUSED_KEYS = "refused"
-# The value that replaces each node, and what is used instead in a run of a module.
+# The value that replaces each node, and the part of the module that is used instead.
 REPLACED: Mapping[str, tuple[object, str]] = {
     "model": (None, "the module makes its network from its parameters, such as module.net"),
     "objective": ({}, "its training_step returns the loss"),
@@ -39,12 +39,12 @@ FIXED: Mapping[str, tuple[object, str]] = {
     "runtime.channels_last": (False, _NETWORK),
     "runtime.non_finite": ("stop", _STEP),
 }
-# Words of precision that Lightning has.
+# Options of the group precision that Lightning supports.
 WORDS = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64")
 
 
 def brings_data(plain: Mapping[str, object]) -> bool:
-    """Return whether the data of a run with a module have a class outside exp, which has its own loaders."""
+    """Return whether a config has a module and data of a class outside exp, which makes its own loaders."""
     target = value_at(plain, "data._target_")
     return has_module(plain) and isinstance(target, str) and not target.startswith("exp.")
 
@@ -55,13 +55,13 @@ def has_module(plain: Mapping[str, object]) -> bool:
 
 
 def target_of(plain: Mapping[str, object]) -> str:
-    """Return the name of the module's class, for a message."""
+    """Return the dotted name of the module's class for a message; "which is set" if the class is unknown."""
     node = plain[MODULE_KEY]
     return str(node["_target_"]) if isinstance(node, dict) and "_target_" in node else "which is set"
 
 
 def module_errors(values: Values) -> Iterator[ErrorDetails]:
-    """Yield an error for each choice of exp's own model, objective, optimizer and so on, which a module ignores."""
+    """Yield an error for each key that the user set although a run of a module ignores it, such as `model`."""
     other = f"module, {target_of(values.plain)}"
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]
     for text in refused if isinstance(refused, list) else ():

@@ -1,6 +1,6 @@
-"""Plain dicts and lists, as YAML has them: their leaves by dotted key, and the differences of two trees.
+"""Functions for plain trees: nested dicts and lists, as read from YAML.
 
-This module imports nothing, because tab completion reads trees and has no time to import OmegaConf.
+This module does not import OmegaConf, because tab completion uses it and must be fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_node(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key of nested dicts; ABSENT if a key is missing."""
+    """Return the value at a dotted key of nested dicts; ABSENT if a name of the key is missing."""
     node = tree
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
@@ -30,7 +30,12 @@ def value_at(tree: object, key: str) -> Any:
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key of a plain tree with its value, inner nodes included, without the root."""
+    """Yield each dotted key of a plain tree with its value. Dicts and lists inside the tree are yielded, too.
+
+    Args:
+        value: Root of the tree, which is not yielded.
+        key: Dotted key of the root, which begins each yielded key.
+    """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in items:
         path = f"{key}.{name}" if key else str(name)
@@ -39,14 +44,14 @@ def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def text_values(plain: object) -> Iterator[tuple[str, str]]:
-    """Yield key and text of every text and interpolation of a plain tree."""
+    """Yield the dotted key and the text of each string in a plain tree."""
     return ((key, value) for key, value in leaves(plain) if isinstance(value, str))
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal and of the same types.
+    """Return whether two plain values are equal and of the same types. NaN equals NaN.
 
-    1, 1.0 and true are different: a `trainer.limit_train_batches` of 1 is one batch, one of 1.0 is all batches.
+    1, 1.0 and true are different, because `trainer.limit_train_batches: 1` is one batch and 1.0 is all batches.
     """
     if type(one) is not type(other):
         return False
@@ -57,12 +62,21 @@ def are_same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-# The names that lead to a value. A name may contain a dot, and may be a number.
+# The keys and indices from the root of a tree to a value. A key may contain a dot, and may be a number.
 KeyPath = tuple[Any, ...]
 
 
 def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, object] | None:
-    """Return the values of `after` that differ from `before`, by path; None if the keys of a mapping differ."""
+    """Return the values of `after` that differ from `before`, by path.
+
+    Args:
+        before: Plain tree.
+        after: Plain tree to compare with `before`.
+        path: Path of both trees, which begins each returned path.
+
+    Returns:
+        Values by path. None if a mapping has different keys in the two trees.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
             return None
@@ -79,13 +93,18 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
 
 
 def are_referred(paths: Iterable[KeyPath], raw: object) -> bool:
-    """Return whether an interpolation of an unresolved tree contains the last name of one of some paths."""
+    """Return whether an interpolation in a tree may refer to a value at one of the paths.
+
+    Args:
+        paths: Paths of values.
+        raw: Tree with unresolved interpolations. Each is searched for the last name of each path.
+    """
     texts = [text for _, text in text_values(raw) if "${" in text]
     return any(str(path[-1]) in text for path in paths for text in texts)
 
 
 def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, object]) -> dict[str, Any]:
-    """Return a plain tree with other values at existing paths. The two trees share what did not change."""
+    """Return a copy of a plain tree with new values at existing paths. Unchanged values are shared, not copied."""
     found = dict(plain)
     for (*path, last), value in values.items():
         node = found

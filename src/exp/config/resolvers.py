@@ -1,8 +1,9 @@
 """Resolvers that a config declares in its node `resolvers`: `resolvers: {half: mine.half}` and `${half:64}`.
 
-The name of a function is checked as a `_target_` is. Its module is imported when an interpolation is first resolved, or
-by the check. OmegaConf keeps the names of resolvers for the process; the function is the one that the config being read
-declares. A function is called once for the same arguments, so that the check, the plan and the frozen config agree.
+The dotted name of the function is checked in the same way as a `_target_`. The module of the function is imported by
+the check, or when an interpolation is first resolved. OmegaConf registers the names of resolvers for the whole process.
+The function to call is looked up in the config that is being resolved. A function is called only once for equal
+arguments, so that the check, the plan and the frozen config have the same values.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _registered: set[str] = set()
 
 
 class _Calls:
-    """The results of the resolvers of a config and its copies.
+    """Cached results of resolvers, shared by a config and its copies.
 
     Args:
-        allow: The packages that the command line allows.
-        values: Results by function and arguments.
+        allow: Packages that the command line allows.
+        values: Results by the dotted name of the function and the `repr` of its arguments.
     """
 
     def __init__(self, allow: Sequence[str], values: dict[tuple[str, str], object]) -> None:
@@ -43,9 +44,13 @@ class _Calls:
 
 
 def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
-    """Let interpolations of a config and its copies call the functions that it declares.
+    """Register the resolvers that a config declares, for interpolations of the config and its copies.
 
-    Resolvers of OmegaConf and Hydra keep their names. allow: the packages that the command line allows.
+    Resolvers of OmegaConf and Hydra are not replaced.
+
+    Args:
+        config: Config with the node `resolvers`.
+        allow: Packages that the command line allows.
     """
     kept = OmegaConf.get_cache(config)
     kept[NODE] = _Calls(allow, kept[NODE].values if NODE in kept else {})
@@ -56,7 +61,12 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
 
 
 def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
-    """Yield the errors in the names of resolvers and of their functions."""
+    """Yield the errors of the node `resolvers`: wrong names of resolvers and wrong functions.
+
+    Args:
+        plain: Plain values of the config.
+        allow: Packages that the command line allows.
+    """
     declared = plain.get(NODE)
     for name, dotted in declared.items() if isinstance(declared, dict) else ():
         key = f"{NODE}.{name}"
@@ -77,7 +87,7 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
 
 
 def _declared_functions(config: DictConfig) -> dict[str, str]:
-    """Return the functions of resolvers by name, where both can be names."""
+    """Return the dotted name of the function of each resolver. Entries with an invalid name are left out."""
     node = held_node(config, NODE)
     return {
         name: dotted
@@ -87,12 +97,12 @@ def _declared_functions(config: DictConfig) -> dict[str, str]:
 
 
 def _make_resolver(name: str) -> Callable[..., object]:
-    """Return a resolver that calls the function which the resolved config declares."""
+    """Return a resolver that looks up its function in the config that is being resolved, and calls it."""
 
     def call_function(*arguments: object, _root_: DictConfig) -> object:
         declared, kept = _declared_functions(_root_), OmegaConf.get_cache(_root_)
         if name not in declared or NODE not in kept:
-            # OmegaConf's words for an unknown resolver.
+            # OmegaConf's message for an unknown resolver.
             raise UnsupportedInterpolationType(f"Unsupported interpolation type {name}")
         dotted, calls = declared[name], kept[NODE]
         function = resolve_resolver(dotted, allow=calls.allow)
@@ -100,7 +110,7 @@ def _make_resolver(name: str) -> Callable[..., object]:
         call = (dotted, repr(plain))
         if call not in calls.values:
             calls.values[call] = function(*arguments)
-        # A container becomes a part of the resolved config.
+        # A copy, because a returned container becomes a part of the resolved config and may be changed.
         return copy.deepcopy(calls.values[call])
 
     return call_function

@@ -1,8 +1,8 @@
-"""Read the git revision and the uncommitted changes of the working directory without running configured programs.
+"""Read the git revision and the uncommitted changes of the working directory.
 
-The `.git` of a downloaded folder may name programs: `core.fsmonitor`, filters, `textconv`, hooks, a remote for missing
-objects. So git compares the files in a temporary repository without settings, which has only the objects and the index
-of that `.git`.
+The `.git` of a downloaded folder may configure programs that git would run: `core.fsmonitor`, filters, `textconv`,
+hooks, or a remote for missing objects. To run none of them, git compares the files in a temporary repository without
+settings. The temporary repository refers to the objects and the index of the original `.git`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-# A longer diff has a data file by accident, and would fill the disk run by run.
+# Longer diffs usually contain a data file by accident. Written for every run, they would fill the disk.
 MAX_DIFF_CHARACTERS = 1_000_000
-# The diff only names larger files.
+# The diff names larger files, without their contents.
 MAX_FILE_BYTES = 1_000_000
-# The time limit of all calls of git.
+# The time limit of all calls of git together.
 MAX_SECONDS = 5.0
-# The only GIT_* variables that are kept. They only end the search for a repository.
+# The only GIT_* variables that are passed to git. They only limit its search for a repository.
 KEPT = frozenset({"GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM"})
 SAFE = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_TERMINAL_PROMPT": "0",
-    # Fetch nothing for a partial clone. Git before 2.44 only has the list of allowed protocols.
+    # Missing objects of a partial clone are not fetched. Git before 2.44 ignores the first of these two variables.
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_ALLOW_PROTOCOL": "",
 }
@@ -41,9 +41,14 @@ SHA256 = "[core]\n\trepositoryformatversion = 1\n[extensions]\n\tobjectformat = 
 
 
 def revision(*, seconds: float = MAX_SECONDS) -> dict[str, str] | None:
-    """Return the revision and the uncommitted diff of the working directory; None outside a repository or without git.
+    """Return the git revision and the uncommitted diff of the working directory.
 
-    seconds: the limit for all of it.
+    Args:
+        seconds: Time limit of all calls of git together.
+
+    Returns:
+        The keys `revision` and `diff`. If the diff cannot be read, its text is the reason. None outside a repository
+            and without git.
     """
     program = shutil.which("git")
     if program is None or not os.path.isabs(program):
@@ -68,7 +73,16 @@ def revision(*, seconds: float = MAX_SECONDS) -> dict[str, str] | None:
 
 
 def _diff(program: str, head: str, *, root: str, index: str, objects: str, seconds: float) -> str:
-    """Return `git diff HEAD` of a repository that has the objects and the index of another one, but no settings."""
+    """Return the output of `git diff HEAD`, run in a temporary repository without settings.
+
+    Args:
+        program: Path of git.
+        head: Revision of HEAD.
+        root: Directory with the files to compare.
+        index: Path of the index of the original repository.
+        objects: Directory of the objects of the original repository.
+        seconds: Time limit.
+    """
     with tempfile.TemporaryDirectory(prefix="exp-git-") as name:
         place = Path(name)
         (place / "refs").mkdir()

@@ -1,6 +1,6 @@
-"""The settings that exp reads from a config: their names, and the values that each can have.
+"""The settings that exp reads from a config: their keys and the allowed values.
 
-train.yaml declares the same keys; a test compares the two.
+train.yaml declares the same keys. A test compares both.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
 
 
 def _is_folder(value: object) -> bool:
-    """Return whether a name may be a part of a path: it must stay in its directory."""
+    """Return whether a name is a valid relative path that does not leave its directory."""
     text = str(value)
     return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and is_valid_path(text)
 
 
 def _is_duration(value: object) -> bool:
-    """Return whether a value is one of Lightning's two forms of a duration."""
+    """Return whether a value is a duration as Lightning accepts it: `DD:HH:MM:SS` or a mapping of units."""
     if isinstance(value, dict):
         return bool(value) and value.keys() <= UNITS
     return re.fullmatch(r"\d+(:\d+){3}", str(value)) is not None
@@ -38,12 +38,12 @@ def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
 
 
-# The limit for a sample. A batch of larger samples overflows torch's sizes.
+# The largest number of elements in a sample. The size of a batch of larger samples overflows in torch.
 MOST_NUMBERS = 10**12
 
 
 def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
-    """Return whether each name has a shape and a dtype. The name `target` is reserved for the targets."""
+    """Return whether each input has a valid shape and dtype. The name `target` is reserved for the targets."""
     sizes = [size for one in inputs.values() if isinstance(one.get("shape"), list) for size in one["shape"]]
     return (
         bool(inputs)
@@ -56,7 +56,7 @@ def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
 
 
 Count = Annotated[int, Ge(1)]
-# More processes would occupy a machine before the first message.
+# The limit, because starting more processes would overload a machine before the first message.
 Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
 Workers = Annotated[int, Interval(ge=0, le=1024)]
 Repeats = Annotated[int, Interval(ge=1, le=10_000)]
@@ -68,13 +68,13 @@ Positive = Annotated[float, Gt(0)]
 Seconds = Annotated[float, Interval(gt=0, le=366 * 24 * 3600)]
 NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
-# Also an integer, because a command line reads `name=1` as one. It reads 1.10 as 1.1.
+# int is allowed because Hydra reads `name=1` as an integer. float is not, because Hydra reads `name=1.10` as 1.1.
 Folder = Annotated[
     str | int,
     "text without a leading / or .., a name of 250 bytes at most for a directory in outputs/",
     Predicate(_is_folder),
 ]
-# A number of epochs or steps, or one of Lightning's two forms of no limit.
+# A number of epochs or steps. Lightning accepts both -1 and null for no limit.
 Limit = Annotated[
     int | None,
     "an integer, 1 or more; -1 or null for no limit",
@@ -113,13 +113,13 @@ Unfreezing = Annotated[
 ]
 
 
-# Of the group precision.
+# The options of the group precision.
 Word = Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerSettings:
-    """The loss scaler."""
+    """The node `precision.scaler`: the loss scaler of fp16."""
 
     init_scale: Positive
     growth_factor: Annotated[float, Gt(1)]
@@ -241,7 +241,7 @@ class LaunchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """Arguments of Lightning's Trainer that exp reads. The node `trainer` may hold others."""
+    """Arguments of Lightning's Trainer that exp reads. The node `trainer` may have further arguments."""
 
     max_epochs: Limit
     max_steps: Limit
@@ -263,10 +263,12 @@ class TrainerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a run. In a field that ends with `_`, because its key is a Python keyword, the `_` is not read.
+    """The settings of a run, with a field for each top-level key of the config.
 
-    Nodes of other classes (the last ten) are mappings, because the class decides about the other keys of its node.
-    UNKNOWN stands for a value that is missing or has an error. With `module`, model, optimizer and scheduler are None.
+    A field such as `from_` ends with `_` if the key is a Python keyword. The `_` is not a part of the key.
+
+    The last eleven fields are mappings, because the class of a node decides about its keys. UNKNOWN replaces a value
+    that is missing or has an error. If `module` is set, model, optimizer and scheduler are None.
     """
 
     name: Folder
@@ -310,18 +312,18 @@ class Settings:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in a batch over all ranks; None if it is unknown for the user's loaders."""
+        """Number of samples in a batch, summed over all ranks. None if the user's loaders decide about it."""
         size = self.data.get("batch_size")
         return size if isinstance(size, int) else None
 
     @property
     def has_own_loaders(self) -> bool:
-        """Return whether a class of the user makes the batches of a run with a module."""
+        """Return whether the config has a module and the class of its data, outside exp, makes the batches."""
         return self.module is not None and not str(self.data["_target_"]).startswith("exp.")
 
 
 def settings_of(plain: Mapping[str, Any]) -> Settings:
-    """Return the settings in the plain values of a config."""
+    """Return the settings of a config, given as plain values. Values are not checked."""
     made: Settings = _make(Settings, plain)
     return made
 
@@ -340,10 +342,10 @@ def _schema(kind: Any) -> dict[str, Any]:
     return {key: _schema(rule) if dataclasses.is_dataclass(rule) else rule for key, rule in found.items()}
 
 
-# The annotation of each setting. A mapping is a node that holds these keys and no others.
+# The annotation of each setting. A mapping describes a node that may have only these keys.
 SCHEMA = {key: rule for key, rule in _schema(Settings).items() if key not in (*NODES, *COLLECTIONS, PHASES)}
 
-# Settings of nodes whose other keys belong to their target, checked if they are set. `*` is one name.
+# Settings in nodes with a `_target_`, checked if they are set. The target decides about other keys. `*` is one name.
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,

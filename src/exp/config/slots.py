@@ -1,4 +1,4 @@
-"""The places of a config that may have a `_target_`, its base class there, and the parameters that exp fills in."""
+"""Keys of the config that may have a `_target_`: the required base class and the parameters that exp fills in."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from exp.config.plain_tree import is_node, leaves
 from exp.errors import ErrorDetails
 
 MODULE = "torch.nn.Module"
-# Bases of a data set that a function may return: any class that reads samples by number.
+# Allowed base classes of a data set that a function returns: any class that reads samples by index.
 DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
 DATA_MODULE = "lightning.pytorch.LightningDataModule"
-# Bases of a data set that may have its splits by name, as data=hf takes it.
+# Allowed base classes for data=hf, which also accepts a dict of splits by name.
 SPLITS = (*DATA_SETS, "builtins.dict")
-# A model of these classes has its own training, which exp does not call.
+# Models of these classes define their own training step, which exp does not call.
 LIGHTNING_MODULES = (
     "lightning.pytorch.core.module.LightningModule",
     "pytorch_lightning.core.module.LightningModule",
@@ -26,14 +26,14 @@ RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A place for a node.
+    """A key of the config that may hold a node with a `_target_`.
 
     Args:
-        pattern: Its dotted key; `*` is one name.
-        bases: Dotted names of classes, one of which must be a base of the target; empty for any allowed class.
-        filled: Parameters that exp fills in if they are null or missing.
-        reserved: Keys that exp reads, next to the parameters of the target.
-        refused: Parameters that are set elsewhere, with the key to use instead.
+        pattern: Dotted key of the node. `*` matches one name.
+        bases: Dotted names of classes. The target must be a subclass of at least one. Empty: any allowed class.
+        filled: Parameters of the target that exp fills in if they are null or missing.
+        reserved: Keys of the node that exp reads itself and does not pass to the target.
+        refused: Parameters that must not be set in the node, each with the key to use instead.
     """
 
     pattern: str
@@ -72,7 +72,7 @@ SCHEDULER = Slot(
     filled=("optimizer", "total_steps"),
     reserved=("interval", "monitor"),
 )
-# A part of torch's SequentialLR or ChainedScheduler, at any depth, with the same optimizer.
+# A scheduler inside torch's SequentialLR or ChainedScheduler, at any depth. All use the same optimizer.
 PART_OF_SCHEDULE = Slot(pattern="**.schedulers.*", bases=SCHEDULER.bases, filled=("optimizer",))
 SAMPLER = Slot(
     pattern="data.sampler",
@@ -120,21 +120,21 @@ ANYWHERE = Slot(pattern="**")
 # The three kinds of config group: `=` replaces, `+` adds.
 # one   owns the node of its name: model=mlp
 # many  named entries: hooks=[gradients,memory] replaces the set, +hooks=memory adds one
-# axis  tunes what train.yaml declares whole: precision=bf16 and +precision=bf16 are one command
+# axis  changes values that train.yaml declares: precision=bf16 and +precision=bf16 are equivalent
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
-# Nodes whose class may be the user's, with keys that only the composed config has.
+# Nodes that may have a class of the user. Their keys are known only after composition.
 OF_CLASSES = (*ONE, *MANY, "module")
-# One-groups own the node of their name; many-groups hold named entries, each a node.
+# A group of NODES is one node. A group of COLLECTIONS is a mapping of names to nodes.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
 COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")
-# A many-group whose entries are mappings of exp's own keys, some of them nodes.
+# The entries of this group are mappings of exp's own keys. Some of their values are nodes.
 PHASES = "phases"
 
 
 def slot_of(key: str) -> Slot:
-    """Return the slot of a dotted key. By default, a slot takes any allowed class."""
+    """Return the slot of a dotted key. Keys without a specific slot accept any allowed class."""
     parts = key.split(".")
     for slot in SLOTS:
         wanted = slot.pattern.split(".")
@@ -146,7 +146,10 @@ def slot_of(key: str) -> Slot:
 
 
 def returned_classes(key: str) -> tuple[str, ...]:
-    """Return dotted names of classes, one of which a function at this key must return; empty if none is allowed."""
+    """Return the classes, as dotted names, that a function used as `_target_` at this key may return.
+
+    An empty result means that no function is allowed at this key.
+    """
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
         return (MODULE,)
@@ -157,14 +160,19 @@ def returned_classes(key: str) -> tuple[str, ...]:
 
 
 def trains_itself(kind: type) -> bool:
-    """Return whether a class is a LightningModule, by either of Lightning's package names. Nothing is imported."""
+    """Return whether a class is a LightningModule of `lightning` or `pytorch_lightning`.
+
+    Class names are compared, so that Lightning is not imported.
+    """
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
 
 def own_training_error(name: str, *, kind: str) -> ErrorDetails:
-    """Return the error of a LightningModule as the model. name: The class, or the function that makes it.
+    """Return the error for a LightningModule that is set as the model.
 
-    kind: The class.
+    Args:
+        name: Dotted name of the `_target_`: the class, or a function that makes the model.
+        kind: Dotted name of the LightningModule's class.
     """
     got = f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call"
     fix = (
@@ -175,7 +183,11 @@ def own_training_error(name: str, *, kind: str) -> ErrorDetails:
 
 
 def own_loaders_error(name: str) -> ErrorDetails:
-    """Return the error of a LightningDataModule as the data of exp's own model. name: The class."""
+    """Return the error for a LightningDataModule that is set as the data without a LightningModule.
+
+    Args:
+        name: Dotted name of the LightningDataModule's class.
+    """
     got = f"{name}, a LightningDataModule, whose batches exp's model and objective cannot read"
     expected = "exp.data.data.Data around a torch Dataset, or a LightningModule to take its batches"
     fix = "Put the Dataset below data.dataset, or name a module: 'module={_target_: mine.LitNet}'"
@@ -183,7 +195,13 @@ def own_loaders_error(name: str) -> ErrorDetails:
 
 
 def is_layer(parts: list[str]) -> bool:
-    """Return whether a key is `layers.NAME`, `layers.NAME.layer` of a repeat, or `layers.NAME.0` of a list."""
+    """Return whether a key of the model is that of a layer.
+
+    Layers are at `layers.NAME`, in a repeat at `layers.NAME.layer` and in a list at `layers.NAME.0`.
+
+    Args:
+        parts: Names of the dotted key.
+    """
     if "layers" not in parts:
         return False
     below = parts[len(parts) - parts[::-1].index("layers") :]
@@ -191,18 +209,23 @@ def is_layer(parts: list[str]) -> bool:
 
 
 def nodes_in(plain: object, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every mapping with a `_target_`, outermost first, with its dotted key."""
+    """Yield the dotted key and the value of each mapping with a `_target_`. Outer mappings come before inner ones."""
     for path, value in ((key, plain), *leaves(plain, key)):
         if is_node(value):
             yield path, value
 
 
 def package_of_flat(config_path: str, content: object) -> str | None:
-    """Return the package of a file of a many-group that has one entry without its name: the entry gets the file's name.
+    """Return the package at which Hydra merges a file that is one unnamed entry of a group such as `hooks`.
 
-    Options in Hydra projects are written so. Return None for any other file.
+    Hydra projects write options this way. The name of the file becomes the name of the entry.
 
-    config_path: The path, with or without the ending.
+    Args:
+        config_path: Path of the file below the directory of configs, with or without `.yaml`.
+        content: Content of the file.
+
+    Returns:
+        A package such as `hooks.memory`. None for any other file.
     """
     folder, _, option = config_path.removesuffix(".yaml").rpartition("/")
     group = folder.partition("/")[0]

@@ -1,4 +1,7 @@
-"""The files and overrides that set each key of a config, in the order of merging. Read only when an error asks."""
+"""The files and overrides that set each key of a config, in the order of merging.
+
+The files are read again only when an error message needs the source of a key.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ REMOVED = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The value that a file or an override gives to a key.
+    """The value that a file or an override sets for a key.
 
     Args:
-        key: The dotted key.
-        value: As written there; REMOVED for an override that removes the key.
-        layer: The file; None for the command line.
-        keys: The names that lead to the value inside the file.
-        text: The override.
+        key: Dotted key in the composed config.
+        value: Value as written in the file or the override. REMOVED for an override that removes the key.
+        layer: File that sets the value; None for the command line.
+        keys: Names of the nested keys that lead to the value inside the file.
+        text: Override as typed; "" for a file.
     """
 
     key: str
@@ -43,27 +46,28 @@ class Setting:
 
     @property
     def file(self) -> Path | None:
-        """The file that holds the value; None for the command line."""
+        """The file that sets the value; None for the command line."""
         return None if self.layer is None else self.layer.file
 
     @property
     def replaces_node(self) -> bool:
-        """Return whether keys below this key have no value from earlier settings."""
+        """Return whether this setting discards all values that earlier settings gave to keys below this key."""
         if self.value is REMOVED or not isinstance(self.value, Mapping):
             return True
         return self.layer is None and self.text[:1] not in ("+", "~") and TARGET in self.value
 
 
 def source_of(config: DictConfig, key: str) -> str | None:
-    """Return the file and line that set a dotted key last, such as `conf/model/mlp.yaml, line 4`, or `command line`.
+    """Return the source of the value of a dotted key, for error messages.
 
-    For a key that no layer set, this is the source of the nearest key above it. None if no key has a source, or if
-    exp.compose did not compose the config.
+    Returns:
+        `conf/model/mlp.yaml, line 4` for a file, or `command line`. If no file or override sets the key, the source of
+            the nearest key above it. None if no source is known, or if exp.compose did not compose the config.
     """
     setters = setters_of(config)
     key = _listed_key(setters, key)
     for at in (key, *above(key)):
-        # No key stands for a whole file: its target does.
+        # A file sets no key for its own node, so the line of its `_target_` is reported.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
         if setter is not None:
             return COMMAND_LINE if setter.file is None else _display_position(setter.file, setter.keys)
@@ -71,20 +75,23 @@ def source_of(config: DictConfig, key: str) -> str | None:
 
 
 def is_set(config: DictConfig, key: str) -> bool:
-    """Return whether a file or the command line set exactly this key."""
+    """Return whether a file or the command line sets this key itself, not only a key above or below."""
     setters = setters_of(config)
     return _listed_key(setters, key) in setters
 
 
 def above(key: str) -> Iterator[str]:
-    """Yield the dotted keys that hold a key, the nearest first."""
+    """Yield the parents of a dotted key, the nearest first: for `a.b.c`, they are `a.b` and `a`."""
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
 
 
 def _listed_key(setters: Mapping[str, Setting], key: str) -> str:
-    """Return the key of a layer in the `_args_` of its holder, as of torch.nn.Sequential, for `body.2`."""
+    """Return a key as the files write it: for `body.2` of a torch.nn.Sequential, `body._args_.2`.
+
+    Names are changed only if the files set the key with `_args_` and not the key without.
+    """
     way: tuple[str, ...] = ()
     for part in split(key):
         listed = ".".join((*way, ARGUMENTS, part))
@@ -99,16 +106,17 @@ def _display_position(file: Path, keys: Sequence[str]) -> str:
 
 
 def position_of(config: DictConfig, key: str) -> Position | None:
-    """Return file, line and column of the value of a dotted key, or of the first character of a block scalar.
-
-    None if no file set the key.
-    """
+    """Return the position of the first character of a key's value; None if no file sets the key."""
     setter = setters_of(config).get(".".join(split(key)))
     return None if setter is None or setter.file is None else yaml_files.position_of(setter.file, setter.keys)
 
 
 def setters_of(config: DictConfig) -> Mapping[str, Setting]:
-    """Return the last setting of each dotted key. Empty if a file has changed and cannot be read any more."""
+    """Return the last setting of each dotted key.
+
+    Returns:
+        Settings by key. Empty if a file has changed since the composition and is no longer readable.
+    """
     if COMPOSITION not in config:
         return {}
     try:
@@ -118,10 +126,12 @@ def setters_of(config: DictConfig) -> Mapping[str, Setting]:
 
 
 def history_of(config: DictConfig, key: str) -> list[Setting]:
-    """Return the settings that decide a dotted key, first to last: its own, and those that replace a node above it.
+    """Return all settings that affect a dotted key, in the order of merging.
+
+    They are settings of the key itself and settings that replace a node above the key.
 
     Raises:
-        ConfigError: A file cannot be read any more.
+        ConfigError: A file has changed since the composition and is no longer readable.
     """
     found = []
     for settings in _settings(*_composition(config)) if COMPOSITION in config else ():
@@ -152,7 +162,12 @@ def _last(layers: tuple[str, ...], overrides: tuple[str, ...]) -> Mapping[str, S
 
 
 def _settings(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Iterator[dict[str, Setting]]:
-    """Yield the settings of each file and each override by dotted key."""
+    """Yield one mapping for each file and each override: the settings by dotted key.
+
+    Args:
+        texts: Texts of the layers.
+        overrides: Overrides as typed. Choices of options are skipped, because they set no value.
+    """
     layers = [Layer.of(text) for text in texts]
     for layer in layers:
         package = split("" if layer.package == "_global_" else layer.package)
@@ -172,11 +187,16 @@ def _settings(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Iterator[di
 
 
 def chooses(parsed: Override, layers: Sequence[Layer]) -> bool:
-    """Return whether an override chooses the options of a group, and sets no value."""
+    """Return whether an override chooses options of a group instead of setting a value.
+
+    Args:
+        parsed: Override.
+        layers: Files that were merged into the config.
+    """
     value = None if parsed.is_delete() else parsed.value()
     options = value if isinstance(value, list) else [value]
     paths = {layer.config_path for layer in layers}
-    # An empty choice, hooks=[], has no file.
+    # An empty choice, hooks=[], has no file, so the group is recognized by files with other options.
     is_group = parsed.key_or_group in {path.rpartition("/")[0] for path in paths}
     return not isinstance(value, dict) and (
         is_group or any(f"{parsed.key_or_group}/{option}" in paths for option in options)

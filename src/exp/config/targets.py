@@ -1,16 +1,16 @@
 """Resolve a `_target_`, a dotted name, to a class or a function that is allowed.
 
 1. The name is compared with the allowed packages before any import.
-2. Only its module part is imported. One attribute is taken from the namespace of the module or, if the package imports
-   its parts on access, from the package.
-3. The attribute must be a class with this name or, in a listed package, a public alias of a class of that package; or
-   one of a short list of torch functions.
-4. The class must be a subclass of its slot's base: a Module for a layer, an Optimizer for the optimizer.
-5. A function, or a class method that makes an object (`AutoModel.from_config`), is allowed where its result is checked:
-   the model, a layer, a loss, a data set. Its package must be allowed by the command line, an entry point or the user's
-   ./conf. Functions of torch and Lightning are allowed by name only.
+2. Only the module in the name is imported. One attribute is read from the module's namespace. If a package imports its
+   modules on access, the attribute is read from the package.
+3. The attribute must be a class that is defined under this name, or one of a short list of torch functions. In a listed
+   package, it may also be a public alias of a class of that package.
+4. The class must be a subclass of the base that the key requires: a Module for a layer, an Optimizer for the optimizer.
+5. Functions, and class methods that make an object (`AutoModel.from_config`), are allowed for a model, a layer, a loss
+   and a data set, because exp checks the result. The package of the function must be allowed by the command line, by an
+   entry point or by the user's ./conf. Functions of torch and Lightning must be listed by name.
 
-So a name that an allowed module happens to import (`logging.os.system`) is refused.
+These rules refuse names that an allowed module happens to import, such as `logging.os.system`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of, one_line
 from exp.spelling import among, find_nearest
 
-# The package in which a public alias found in each package must be defined.
+# Allowed packages, each with the package in which its public aliases must be defined.
 LISTED = {
     "exp.models": "exp.models",
     "exp.functions": "exp.functions",
@@ -44,7 +44,7 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # Only exp makes the classes of the engine's other modules.
+    # The classes of other modules of exp.engine are built by exp only.
     "exp.engine.ema": "exp.engine.ema",
     "exp.engine.state_at": "exp.engine.state_at",
     **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
@@ -61,13 +61,14 @@ LISTED = {
 }  # fmt: skip
 LISTED_CLASSES = {
     "lightning.pytorch.Trainer": "lightning.pytorch.trainer",
-    # By name, because the package also has file readers that open any path for writing.
+    # Classes are listed by name, because the package also has file readers that open any path for writing.
     **{f"torch.utils.data.{name}": "torch.utils.data" for name in (
         "ConcatDataset", "ChainDataset", "StackDataset", "Subset", "RandomSampler", "SequentialSampler",
         "SubsetRandomSampler", "WeightedRandomSampler",
     )},
 }  # fmt: skip
-# Used with `_partial_: true`, as an activation or an initialization. They take and return tensors and numbers.
+# Allowed functions of torch, used with `_partial_: true` as an activation or an initialization. Their arguments and
+# results are tensors and numbers.
 FUNCTIONS = frozenset(
     {f"torch.nn.functional.{name}" for name in (
         "celu", "elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_softmax", "logsigmoid",
@@ -91,7 +92,10 @@ class TargetError(ConfigError):
 
 
 def is_of_a_target(error: BaseException) -> bool:
-    """Return whether an interpolation failed because its resolver's function is refused, which is its own error."""
+    """Return whether an interpolation failed because the function of its resolver is refused.
+
+    The refused function is reported as a separate error.
+    """
     return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
 
@@ -102,13 +106,13 @@ def resolve(
     returns: Sequence[str] = (),
     allow: Sequence[str] = (),
 ) -> Any:
-    """Return the class or function of a dotted name. Nothing outside the allowed packages is imported.
+    """Return the class or function with a dotted name. Modules outside the allowed packages are not imported.
 
     Args:
-        dotted: The name.
-        base: Dotted names of classes, one of which must be a base; None: any allowed class.
-        returns: Dotted names of classes, one of which a function must return; the caller checks its results. Without
-            any, only listed functions are allowed.
+        dotted: Dotted name of the class or function.
+        base: Dotted names of classes. The class must be a subclass of at least one. None: any allowed class.
+        returns: Dotted names of classes that a function may return. Only its annotation is checked; the caller must
+            check the result of each call. Empty: only the functions in FUNCTIONS are allowed.
         allow: Packages that the command line allows by `security.allow`.
 
     Raises:
@@ -133,9 +137,16 @@ def resolve(
 
 
 def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
-    """Return the function, or the torch.autograd.Function, that a forward program declares. See `resolve`.
+    """Return a function, or a subclass of torch.autograd.Function, that a model's `forward` program declares.
 
-    Torch's own functions need no declaration.
+    Torch's own functions are refused, because programs may call them without a declaration.
+
+    Args:
+        dotted: Dotted name of the function or class.
+        allow: Packages that the command line allows by `security.allow`.
+
+    Raises:
+        TargetError: The name is not allowed, or cannot be resolved.
     """
     if dotted in FUNCTIONS:
         expected = "a function of yours, or of a package that security.allow names"
@@ -148,7 +159,15 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
 
 
 def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
-    """Return the user's function that interpolations call. See `resolve`."""
+    """Return a user's function that is declared as a resolver of interpolations.
+
+    Args:
+        dotted: Dotted name of the function.
+        allow: Packages that the command line allows by `security.allow`.
+
+    Raises:
+        TargetError: The name is not allowed, or cannot be resolved.
+    """
     home = _home_of_name(dotted, allow=allow)
     value = _attribute(dotted, home=home)
     if not inspect.isroutine(value) or dotted in FUNCTIONS:
@@ -158,7 +177,11 @@ def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
-    """Return the package in which the class must be defined, without an import."""
+    """Return the package in which the class or function must be defined. Modules are not imported.
+
+    Raises:
+        TargetError: The name is outside the allowed packages.
+    """
     if not isinstance(dotted, str) or not NAME.fullmatch(dotted):
         raise TargetError(repr(dotted), "the dotted name of a class, such as torch.nn.Linear")
     top = dotted.partition(".")[0]
@@ -172,7 +195,10 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
 
 
 def is_listed(dotted: object, *, allow: Sequence[str]) -> bool:
-    """Return whether a name is in the allowed packages, in any working directory. Nothing is imported."""
+    """Return whether a name is in a package that is allowed independently of the working directory.
+
+    Modules are not imported.
+    """
     if not isinstance(dotted, str) or NAME.fullmatch(dotted) is None:
         return False
     return bool(_listed_home(current_target(dotted), allow=allow))
@@ -181,7 +207,7 @@ def is_listed(dotted: object, *, allow: Sequence[str]) -> bool:
 def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
     if dotted in LISTED_CLASSES:
         return LISTED_CLASSES[dotted]
-    # The longest listed package decides.
+    # Longer packages are tried first, because the longest listed package applies.
     parts = dotted.split(".")
     for length in range(len(parts) - 1, 0, -1):
         package = ".".join(parts[:length])
@@ -193,7 +219,7 @@ def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
 
 
 def _attribute(dotted: str, *, home: str) -> Any:
-    """Return an attribute of a module, or a class method of one of its classes."""
+    """Import the module of a dotted name and return its attribute, or a class method of one of its classes."""
     module_name, _, attribute = dotted.rpartition(".")
     package, _, holder = module_name.rpartition(".")
     # By convention, only classes begin with a capital letter.
@@ -213,7 +239,10 @@ def _attribute(dotted: str, *, home: str) -> Any:
 
 
 def _member(module: ModuleType, name: str) -> Any:
-    """Return an attribute of a module's namespace, or of a package that imports its parts on access."""
+    """Return an attribute of a module; _NOTHING if the module lacks it or its name begins with `_`.
+
+    Packages that define `__getattr__` import the module of an attribute on access.
+    """
     if name.startswith("_"):
         return _NOTHING
     own = vars(module)
@@ -241,7 +270,7 @@ def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[s
     _require_home(dotted, value, home=home)
     kind = return_annotation(value)
     classes = [class_of(name) for name in returns]
-    # A base class, such as nn.Module for a subclass, is accepted.
+    # An annotation with a base class, such as nn.Module, is accepted, because the result may be a subclass.
     if kind is not None and not any(issubclass(kind, one) or issubclass(one, kind) for one in classes):
         returned = "nothing" if kind is type(None) else f"a {kind.__name__}"
         raise TargetError(f"{got} that returns {returned}", f"a function that returns a {classes[0].__name__}")
@@ -286,7 +315,7 @@ def _require_base(dotted: str, value: object, *, bases: list[str]) -> None:
 
 
 def class_of(dotted: str) -> type:
-    """Return the class of a dotted name of exp's own code, never of a config."""
+    """Return the class with a dotted name. The name must come from exp's code, because it is imported unchecked."""
     module_name, _, attribute = dotted.rpartition(".")
     found: type = getattr(importlib.import_module(module_name), attribute)
     return found
@@ -321,7 +350,7 @@ def _absent_error(dotted: str, module: ModuleType, *, home: str) -> TargetError:
     own = vars(module)
     known = [name for name, value in own.items() if inspect.isclass(value)]
     if home not in LISTED.values():
-        # dir also has the names that are imported on access.
+        # dir() also lists the names that the package imports on access.
         known += [name for name in dir(module) if name not in own or inspect.isfunction(own[name])]
     module_name, _, word = dotted.rpartition(".")
     fix = _similar(word, known, of=module_name)
@@ -337,7 +366,7 @@ def _absent_module_error(dotted: str, missing: str) -> TargetError:
         if name in own or (word in own and inspect.isclass(own[word])):
             fix = f"Did you mean {parent}.{name if name in own else word}?"
         else:
-            # Lists the names of files without an import.
+            # iter_modules lists the names of files and imports no module.
             path = getattr(sys.modules[parent], "__path__", None) or []
             near = find_nearest(word, [found.name for found in pkgutil.iter_modules(path)])
             fix = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?" if near else None
@@ -350,17 +379,20 @@ def _import_error(dotted: str, module_name: str, error: BaseException) -> Target
 
 
 def closed_packages() -> set[str]:
-    """Return the packages of which only listed parts are allowed, whatever the working directory has."""
+    """Return the top-level packages of LISTED.
+
+    Only their listed packages are allowed, even if the working directory has a module of the same name.
+    """
     return {name.split(".")[0] for name in LISTED}
 
 
 def plugin_packages() -> set[str]:
-    """Return the top-level packages with an `exp.conf` entry point: installing one allows it."""
+    """Return the top-level packages with an `exp.conf` entry point. An installed plug-in is allowed."""
     return {point.module.split(".")[0] for point in conf_points()}
 
 
 def is_next_to_conf(package: str) -> bool:
-    """Return whether a module or package is next to the user's ./conf, and Python would import no other one."""
+    """Return whether a module or package is next to the user's ./conf, and importing its name imports that file."""
     directory = Path.cwd().resolve()
     if not is_users_conf(directory / "conf") or package in sys.stdlib_module_names:
         return False

@@ -15,14 +15,22 @@ from exp.config.habits import fix_of_key
 from exp.config.plain_tree import ABSENT, is_node, value_at
 from exp.spelling import is_typo
 
-# `1e3` and `1.5e3`, which Hydra reads as floats. Above the limit a float is no longer an exact integer.
+# `1e3` and `1.5e3`, which Hydra reads as floats. Above MOST_EXACT, a float cannot represent every integer.
 WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
 MOST_EXACT = 2**53
 Container = DictConfig | ListConfig
 
 
 def held_value(node: object, part: str) -> Any:
-    """Return the value of an entry: ABSENT if it is missing, None if it has no value yet or cannot be resolved."""
+    """Return the value of an entry of a mapping or a list.
+
+    Args:
+        node: Mapping or list of a config. For any other value, the result is ABSENT.
+        part: Key of the mapping, or index of the list, as text.
+
+    Returns:
+        The value. ABSENT if there is no such entry. None if its value is `???` or cannot be resolved.
+    """
     name = _entry(node, part)
     if name is ABSENT or not isinstance(node, Container):
         return ABSENT
@@ -33,7 +41,10 @@ def held_value(node: object, part: str) -> Any:
 
 
 def _entry(node: object, part: str) -> Any:
-    """Return the name of an entry in its node: YAML reads the names of `unfreeze: {10: ...}` as numbers."""
+    """Return the key or index of an entry in its node; ABSENT if there is no such entry.
+
+    Digits may be an int key, because YAML reads the keys of `unfreeze: {10: ...}` as numbers.
+    """
     if isinstance(node, ListConfig):
         return int(part) if part.isdecimal() and int(part) < len(node) else ABSENT
     names = list(node) if isinstance(node, DictConfig) else []
@@ -42,9 +53,9 @@ def _entry(node: object, part: str) -> Any:
 
 
 def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
-    """Return the longest beginning of a dotted key that a config holds, and its value.
+    """Return the longest beginning of a dotted key that exists in a config, and the value at that key.
 
-    A reference such as `${model}` ends the way, with the value None. The keys of the other node are not below it.
+    A reference such as `${model}` is not followed: the returned key ends at the reference, and the value is None.
     """
     node: object = config
     parts = key.split(".")
@@ -73,10 +84,16 @@ def adds_keys(node: DictConfig, value: Mapping[str, object]) -> bool:
 
 
 def takes_new_key(holder: str, node: object, name: str) -> bool:
-    """Return whether a node takes a key that no file shows without a `+`.
+    """Return whether an override may add a new key to a node without a `+`.
 
-    A node with a `_target_` does, because its class decides, and so does an entry of `phases`. A slip of an existing
-    key is an error, and so is a key of another framework in a class of exp or torch.
+    A node with a `_target_` accepts new keys, because its class decides about the parameters. An entry of `phases`
+    accepts new keys, too. Two kinds of key are refused: likely typing errors of an existing key, and keys of another
+    framework in the node of a class of exp or torch.
+
+    Args:
+        holder: Dotted key of the node.
+        node: Value of the node.
+        name: New key.
     """
     is_phase = holder.startswith("phases.") and holder.count(".") == 1
     is_hydras = holder.partition(".")[0] in ("", "hydra")
@@ -90,15 +107,21 @@ def takes_new_key(holder: str, node: object, name: str) -> bool:
 def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, object] | None = None) -> None:
     """Set, add or delete the value of an override.
 
-    A mapping is merged into a mapping, and replaces anything else. Above the key, a new mapping replaces a reference
-    such as `${model}`, so that the other node keeps its values. A node with a `_target_` that is set without a `+`
-    replaces the node that the groups chose, except for the keys that the primary config declares.
+    If the old and the new value are mappings, they are merged. Otherwise the new value replaces the old value.
+
+    A new node with a `_target_`, set without a `+`, replaces the old node with a `_target_`. Keys of the old node that
+    the primary config declares are kept.
+
+    If a node above the key is a reference such as `${model}`, a new mapping replaces the reference. So the override
+    does not change the node that it refers to.
 
     Args:
-        declared: The values of the primary config.
+        config: Composed config, which is changed in place.
+        override: Override of a value.
+        declared: Values of the primary config.
 
     Raises:
-        OmegaConfBaseException: The hydra node, which has types, does not take the value.
+        OmegaConfBaseException: The key is in the hydra node, and the value does not have the declared type.
     """
     *way, last = override.key_or_group.split(".")
     with open_dict(config):
@@ -129,7 +152,15 @@ def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, 
 
 
 def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
-    """Return the name of an entry. A new one is a number if all others are. is_made: the holder is new, too."""
+    """Return the key or index of an entry.
+
+    If there is no such entry, return the key to add: an int if all other keys are ints, else a text.
+
+    Args:
+        holder: Mapping or list of the entry.
+        part: Key or index as text.
+        is_made: The mapping was created for this override, so that new keys are texts.
+    """
     name = _entry(holder, part)
     if name is not ABSENT:
         return name
@@ -138,7 +169,10 @@ def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
 
 
 def _read_value(override: Override, old: object) -> object:
-    """Return the value of an override: for `1e3`, which Hydra reads as 1000.0, an int if an int or null is there."""
+    """Return the value of an override, with `1e3` as an int if the old value is an int or null.
+
+    Hydra reads `1e3` as the float 1000.0.
+    """
     value: Any = override.value()
     text = (override.input_line or "").partition("=")[2]
     is_exact = isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT

@@ -15,11 +15,12 @@ import yaml
 from exp.config.search_path import display_path
 from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 
-# Twenty times the largest known config. 180 bytes of nested anchors expand to a billion nodes.
+# 20 times the size of the largest known config. Limits are needed, because 180 bytes of nested anchors expand to a
+# billion nodes.
 MAX_NODES = 20_000
 MAX_DEPTH = 60
 MAX_BYTES = 1_000_000
-# Characters that open a level. libyaml's binding recurses in C, where too many levels crash the process.
+# The largest number of characters that open a level. libyaml recurses in C, where too many levels crash the process.
 MAX_FAST_SIGNS = 3_000
 # Plain scalars that YAML 1.1, which PyYAML implements, and YAML 1.2 read differently: yes, 012, 0b101, 1:30.
 MISREAD = re.compile(r"(?i:yes|no|on|off)|[-+]?(0[0-7_]+|0b[01_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
@@ -31,10 +32,16 @@ FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.[\d_]*([eE][-+]?\d+)?|\d+(_\d+)*[eE][-+]?
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The beginning of a value: the file as shown to users, line and column from 1.
+    """Position of the first character of a value in a file.
 
-    For a block scalar (`forward: |`) and a quoted scalar, the position is that of the first character of text. Line n
-    of the text is line `line + n - 1` of the file, and its columns are shifted by `column - 1`.
+    The first character of a quoted scalar is the one after the quote. The first character of a block scalar
+    (`forward: |`) is in the line after the `|`. Line n of its text is line `line + n - 1` of the file, and the columns
+    of the text are shifted by `column - 1`.
+
+    Args:
+        file: Path of the file as shown to users.
+        line: Line in the file, from 1.
+        column: Column in the line, from 1.
     """
 
     file: str
@@ -43,7 +50,9 @@ class Position:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file as plain values; None for an empty file. Callers must not change it.
+    """Return the content of a YAML file as plain values; None for an empty file.
+
+    Callers must not change the returned values, because they are cached.
 
     Raises:
         ConfigError: The file cannot be read, is not YAML, or exceeds the limits.
@@ -55,7 +64,7 @@ def read_yaml(path: Path) -> Any:
         raise _error(display_path(path), f"cannot be read: {error.strerror or error}", "a readable file") from error
 
 
-# A sweep composes the same files for every job.
+# Cached, because a sweep reads the same files for every job.
 @functools.lru_cache(maxsize=512)
 def _read(path: Path, _changed: int, size: int) -> Any:
     if size > MAX_BYTES:
@@ -68,7 +77,15 @@ def _read(path: Path, _changed: int, size: int) -> Any:
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """Return the content of YAML text, or raise ConfigError as `read_yaml`. name: The file, for messages."""
+    """Return the content of YAML text as plain values; None for an empty text.
+
+    Args:
+        text: YAML text.
+        name: Name of the file, for error messages.
+
+    Raises:
+        ConfigError: The text is not YAML, or exceeds the limits.
+    """
     if len(text) > MAX_BYTES:
         raise _error(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
     try:
@@ -89,9 +106,13 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
 
 class Choice(NamedTuple):
-    """An entry of a defaults list: options of a group, or the path of a config if the group is "".
+    """An entry of a defaults list.
 
-    number: The line in the list, from 0.
+    Args:
+        group: Config group; "" for an entry that is only the path of a config.
+        options: Chosen options, or the path.
+        is_override: The entry begins with `override`.
+        number: Index of the entry in the list, from 0.
     """
 
     group: str
@@ -101,7 +122,7 @@ class Choice(NamedTuple):
 
 
 def choices_of(content: object) -> list[Choice]:
-    """Return the entries of the defaults list of a file's content."""
+    """Return the entries of the defaults list in the content of a config file."""
     lines = content["defaults"] if isinstance(content, dict) and "defaults" in content else None
     found = []
     for number, line in enumerate(lines if isinstance(lines, list) else ()):
@@ -114,12 +135,17 @@ def choices_of(content: object) -> list[Choice]:
 
 
 def split(key: str) -> tuple[str, ...]:
-    """Return the names of a key: (a, b, 0, c) for `a.b[0].c`."""
+    """Return the names in a dotted key. The names in `a.b[0].c` are a, b, 0 and c."""
     return tuple(part for part in re.split(r"[.\[\]]+", key) if part)
 
 
 def position_of(path: Path, keys: Sequence[str]) -> Position | None:
-    """Return the position of the value under nested `keys` in a file; None if the file does not have it."""
+    """Return the position of a value in a file; None if the file does not have the value.
+
+    Args:
+        path: YAML file.
+        keys: Names of nested keys that lead to the value.
+    """
     text = path.read_text(encoding="utf-8")
     node = _tree(text)
     for key in keys:
@@ -139,14 +165,19 @@ def position_of(path: Path, keys: Sequence[str]) -> Position | None:
 
 
 def line_of(path: Path, keys: Sequence[str]) -> int | None:
-    """Return the line, from 1, of the last of nested `keys` in a file; None if the file does not have them."""
+    """Return the line of a key in a file, from 1; None if the file does not have the key.
+
+    Args:
+        path: YAML file.
+        keys: Names of nested keys. The line is that of the last one.
+    """
     node, place = _tree(path.read_text(encoding="utf-8")), None
     for key in keys:
         place, node = _child(node, key)
     return None if place is None else int(place.start_mark.line) + 1
 
 
-# Several errors of one file ask for their lines.
+# Cached, because several errors in one file need the lines of their keys.
 @functools.lru_cache(maxsize=8)
 def _tree(text: str) -> yaml.Node | None:
     tree: yaml.Node | None = yaml.compose(text, Loader=_loader(fast=False))
@@ -154,7 +185,7 @@ def _tree(text: str) -> yaml.Node | None:
 
 
 def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Node | None]:
-    """Return the nodes of a key and of its value; for a list, the element twice."""
+    """Return the YAML nodes of a key and of its value. For an element of a list, both are the node of the element."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if isinstance(name, yaml.ScalarNode) and name.value == key:
@@ -165,7 +196,7 @@ def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Nod
 
 
 def _check(name: str, root: yaml.Node) -> None:
-    """Raise ConfigError if the nodes exceed the limits, or for plain scalars that YAML 1.1 and 1.2 read differently."""
+    """Raise ConfigError if the nodes exceed the limits, or if YAML 1.1 and 1.2 read a plain scalar differently."""
     sizes: dict[int, int] = {}
     errors: list[ErrorDetails] = []
 
@@ -203,9 +234,13 @@ def _misread_error(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
 
 @functools.cache
 def _loader(*, fast: bool) -> Any:
-    """Return a loader of OmegaConf's dialect: 1e-3 is a number, a repeated key is an error, dates are text.
+    """Return a YAML loader class that reads the same values as OmegaConf.
 
-    fast: use libyaml, in a tenth of the time. Reading YAML is half of the time of --cfg job.
+    1e-3 is a number, a repeated key is an error, and dates are texts.
+
+    Args:
+        fast: Use libyaml if it is installed, which takes a tenth of the time. Reading YAML is half of the time of
+            --cfg job.
     """
     base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
 
@@ -238,10 +273,10 @@ def _error(name: str, got: str, expected: str) -> ConfigError:
 
 
 def yaml_text(plain: object) -> str:
-    """Return plain values as the YAML of OmegaConf.to_yaml, by libyaml if it is installed.
+    """Return plain values as YAML text, in the format of OmegaConf.to_yaml.
 
-    Long quoted texts are folded at other places. OmegaConf.to_yaml takes 12 ms for a whole config, because it makes
-    another config of the values.
+    The text differs from OmegaConf's only in the line breaks of long quoted texts. OmegaConf.to_yaml is not used
+    because it first converts the values to a config, which takes 12 ms for a whole config.
     """
     text: str = yaml.dump(plain, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
@@ -250,14 +285,14 @@ def yaml_text(plain: object) -> str:
 @functools.cache
 def _dumper() -> Any:
     base = yaml.CDumper if yaml.__with_libyaml__ else yaml.Dumper
-    # A value that two interpolations return is not an anchor.
+    # No anchors, although two interpolations may return the same object.
     dumper: Any = type("_Dumper", (base,), {"ignore_aliases": lambda self, data: True})
     dumper.add_representer(str, _represent_text)
     return dumper
 
 
 def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
-    """Return the node of a text, in quotes if it could be read as a truth value or a number, as OmegaConf writes it."""
+    """Return the YAML node of a text. Like OmegaConf, quote texts that could be read as a boolean or a number."""
     style = "'" if text.lower() in (*TRUTH, "true", "false", "y", "n") else None
     with contextlib.suppress(ValueError):
         float(text)

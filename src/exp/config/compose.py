@@ -1,4 +1,4 @@
-"""Compose the config of one job from overrides, and report all errors together."""
+"""Compose the config of a run or of one job of a sweep from overrides, and report all errors together."""
 
 from __future__ import annotations
 
@@ -23,13 +23,22 @@ from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
-# Overrides that do not belong to a job: those of Hydra, and those of the sweep.
+# The beginnings of overrides that do not apply to a job: Hydra's settings and the settings of the sweep.
 NOT_OF_A_JOB = (*HYDRAS, "sweep.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A composed config with its hydra node, its files in the order of merging, and its command line."""
+    """A composed config and what it was composed from.
+
+    Args:
+        config: Composed config, with its hydra node.
+        layers: Files that were merged, in the order of merging.
+        vocabulary: Groups, options and keys of the search path.
+        overrides: Overrides of the command.
+        config_name: Name of the primary config.
+        config_dir: Directory of --config-dir.
+    """
 
     config: DictConfig
     layers: tuple[Layer, ...]
@@ -40,7 +49,7 @@ class Composition:
 
 
 class SweepAskedError(Exception):
-    """A file sets `hydra.mode: MULTIRUN`, and the command has no flag -m."""
+    """Raised if a file sets `hydra.mode: MULTIRUN` and the command does not have the flag -m."""
 
 
 @secrets_kept()
@@ -53,21 +62,22 @@ def composition_of(
     may_sweep: bool = False,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] | None = None,
 ) -> Composition:
-    """Compose a config, with its hydra node.
+    """Compose a config, with its hydra node, from the overrides of a command.
 
     Args:
-        overrides: The overrides of the command.
-        config_dir: The directory of --config-dir.
-        config_name: The name of the primary config.
-        multirun: Overrides may have several values, which are then left out.
+        overrides: Overrides of the command.
+        config_dir: Directory of --config-dir.
+        config_name: Name of the primary config.
+        multirun: Allow overrides with several values. Such overrides are not applied.
         may_sweep: Raise SweepAskedError if a file sets `hydra.mode: MULTIRUN`.
-        check: If overrides have errors, finds the errors of the rest of the config, so that all are reported together.
+        check: Function that returns the errors of a config. It is called only if the overrides have errors, so that all
+            errors are reported together.
 
     Raises:
         ConfigError: The overrides or the composition have errors.
-        SweepAskedError: See may_sweep.
+        SweepAskedError: `may_sweep` is true, and a file sets `hydra.mode: MULTIRUN`.
     """
-    may_sweep = may_sweep and find_run(overrides)[0] is None  # from_run is one run
+    may_sweep = may_sweep and find_run(overrides)[0] is None  # from_run starts a single run
     overrides = expand_run(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     config_name = vocabulary.config_name
@@ -100,9 +110,16 @@ def composition_of(
 def expand_run(
     overrides: Sequence[str], *, config_dir: str | None, config_name: str, multirun: bool = False
 ) -> Sequence[str]:
-    """Replace `from_run=DIR`, if it is among the overrides, by overrides that compose the config of the run.
+    """Replace `from_run=DIR` by overrides that compose the config of that run.
 
-    Report on standard error the values that no command line set.
+    Values of the run that differ from the files of today are set by additional overrides, and reported on standard
+    error. Without `from_run`, the overrides are returned unchanged.
+
+    Args:
+        overrides: Overrides of the command.
+        config_dir: Directory of --config-dir.
+        config_name: Name of the primary config.
+        multirun: Allow overrides with several values.
     """
     run, now = find_run(overrides)
     if run is None:
@@ -128,15 +145,15 @@ def expand_run(
 
 @secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
-    """Return the config of a job, without the hydra node.
+    """Return the config of a run or of a job of a sweep, without the hydra node.
 
     Args:
-        composition: The composition of the job.
-        job: The number of the job in a sweep.
-        sweep: The directory of the sweep.
+        composition: Composition of the run or job.
+        job: Number of the job in a sweep; None for a single run.
+        sweep: Directory of the sweep; None for a single run.
 
     Raises:
-        ConfigError: A directory or an interpolation of Hydra's own values cannot be resolved.
+        ConfigError: The run directory or an interpolation of one of Hydra's values cannot be resolved.
     """
     config = composition.config
     if sweep is None:
@@ -146,7 +163,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
         if job is not None:
             config.hydra.job.num = job
             config.hydra.job.id = str(job)
-        # The run directory gets its name when it is made, so values keep the reference.
+        # Values keep a reference to the run directory, because its name is final only after it is created.
         config.hydra.runtime.output_dir = OUTPUT_DIR
         config[COMPOSITION] = {"directory": literal(OUTPUT_DIR)}
     with hydra_config(config):
@@ -162,7 +179,10 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 
 def shared_config(composition: Composition) -> DictConfig:
-    """Return a copy of the config that the jobs of a sweep share, without the hydra node and the swept values."""
+    """Return the config that all jobs of a sweep have in common, as a copy without the hydra node.
+
+    Swept overrides are not applied.
+    """
     return _without_hydra(replace(composition, config=copy_config(composition.config)), directory="")
 
 
@@ -177,7 +197,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             "directory": literal(directory),
             ALLOWED: [literal(package) for package in packages_allowed_by(composition.overrides)],
             OWN_GROUPS: own_groups_chosen(composition),
-            # Texts, because OmegaConf takes longer to make mappings than Hydra to compose a config.
+            # Layers are stored as texts, because OmegaConf takes longer to create mappings than Hydra to compose.
             "layers": [literal(layer.text) for layer in composition.layers if layer.file is not None],
         }
     name_gpu(config)
@@ -186,19 +206,19 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
 
 
 def own_groups_chosen(composition: Composition) -> list[str]:
-    """Return the user's config groups that have a merged option at the node of their name."""
+    """Return the user's config groups with a chosen option that is merged at the key named like the group."""
     tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
     chosen = {group for group, node in tops if group == node}
     return [group for group in composition.vocabulary.own if group in chosen]
 
 
 def job_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a job as its config records them."""
+    """Return the overrides that apply to a job, escaped so that OmegaConf does not resolve their interpolations."""
     return list(map(literal, kept_overrides(overrides)))
 
 
 def kept_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that belong to a job, and not to its sweep or to Hydra."""
+    """Return the overrides that apply to a job. Overrides of Hydra's settings and of `sweep` are left out."""
     return [text for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 
 
@@ -212,7 +232,14 @@ def _after_errors(
 
 
 def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors at other keys than the known ones, and outside the nodes of groups with a known error."""
+    """Return the errors that no known error may have caused.
+
+    Errors are left out at the keys of known errors, and below a group with a known error.
+
+    Args:
+        found: Errors of the config.
+        known: Errors of the overrides.
+    """
     groups = {error.key for error in known if "." not in error.key}
     keys = {error.key for error in known}
     return [error for error in found if error.key not in keys and error.key.partition(".")[0] not in groups]

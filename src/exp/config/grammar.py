@@ -1,4 +1,4 @@
-"""Hydra's grammar of overrides, with exact ranges and without silent rounding."""
+"""Parse overrides in Hydra's grammar, with exact ranges and with an error instead of silent rounding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from hydra.errors import HydraException
 
 VERSION_BASE = "1.3"
-# A longer range would fill the memory before the sweep is refused as too large.
+# The limit for a range. A longer range could fill the memory before the sweep is refused as too large.
 MAX_NUMBERS = 1_000_000
 
 
 class Numbers(ChoiceSweep):
-    """The numbers of a range, in order."""
+    """The numbers of an override such as `seed=range(3)`, in increasing or decreasing order."""
 
 
 @contextlib.contextmanager
 def hydra_base() -> Iterator[None]:
-    """Emulate one version of Hydra, and restore the version that another Hydra program in this process has set."""
+    """Set Hydra's `version_base` to VERSION_BASE, and restore the previous value afterwards.
+
+    The previous value may be set by another Hydra program in this process.
+    """
     kept = version.VersionBase.instance().version_base
     version.setbase(VERSION_BASE)
     try:
@@ -36,10 +39,10 @@ def hydra_base() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def parse_override(text: str) -> Override:
-    """Return a parsed override, which callers must not change.
+    """Parse one override. Callers must not change the result, because it is cached.
 
     Raises:
-        HydraException: The text is no override.
+        HydraException: The text is not an override.
         RecursionError: The value is nested too deeply.
     """
     with hydra_base():
@@ -56,10 +59,15 @@ def _parser() -> OverridesParser:
 
 
 def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
-    """Return the numbers `start + i * step` before `stop`, computed from the typed decimals.
+    """Return the numbers `start + i * step` before `stop`, computed exactly from the decimals as typed.
 
-    Hydra adds the step in binary, so that its `range(0.01,0.05,0.01)` contains 0.05. Its `sort` of a range with
-    `reverse` gives numbers that are not in the range.
+    This function replaces Hydra's `range` for two reasons. Hydra adds binary floats, so its `range(0.01,0.05,0.01)`
+    contains 0.05. Hydra's `sort(range(...), reverse=true)` returns numbers that are not in the range.
+
+    Args:
+        start: First number. If `stop` is None, the range ends at `start` and begins at 0.
+        stop: End of the range, which is not included.
+        step: Distance of the numbers.
 
     Raises:
         ValueError: A number is infinite or nan, the step is 0, or the range is too long.
@@ -77,10 +85,18 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
 
 
 def _whole(convert: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-    """Return what Hydra's int(...) returns, and the whole numbers inside an interval.
+    """Return the result of `int(...)` in an override.
+
+    For an interval, return the interval from its smallest to its largest integer. For any other argument, return the
+    result of Hydra's `int`.
+
+    Args:
+        convert: Hydra's `int`.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ValueError: A number has a fraction, which Hydra cuts off, or an interval contains no whole number.
+        ValueError: A number is not an integer (Hydra would round it), or an interval contains no integer.
     """
     given = [*args, *kwargs.values()]
     if len(given) == 1 and isinstance(given[0], IntervalSweep):
@@ -89,7 +105,7 @@ def _whole(convert: Callable[..., object], *args: Any, **kwargs: Any) -> object:
             raise ValueError("an interval of whole numbers has two ends")
         if math.ceil(low) > math.floor(high) and low <= high:
             raise ValueError(f"there is no integer from {low:g} to {high:g}")
-        # An interval with its ends swapped stays swapped, and the sweep reports it.
+        # If the ends of an interval are swapped, they stay swapped. The sweep reports the error.
         start, end = (math.ceil(low), math.floor(high)) if low <= high else (math.floor(low), math.ceil(high))
         return IntervalSweep(start=start, end=end, tags=set(given[0].tags))
     for number in _floats_in(given):
@@ -109,7 +125,7 @@ def _floats_in(value: object) -> Iterator[float]:
 
 
 def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
-    """Return the packages that overrides of `security.allow` or `security` list."""
+    """Return the packages that the command line allows by overrides of `security.allow` or `security`."""
     found: set[str] = set()
     for text in overrides:
         if "security" not in text:
@@ -117,7 +133,7 @@ def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
         try:
             line = parse_override(text)
         except (HydraException, RecursionError):
-            continue  # which is reported where the overrides are read
+            continue  # checked_lines reports the error
         value = None if line.is_sweep_override() or line.is_delete() else line.value()
         if line.key_or_group == "security" and isinstance(value, dict):
             value = next((inner for name, inner in value.items() if str(name) == "allow"), None)

@@ -1,6 +1,6 @@
-"""Look up the equivalents in exp of words of Hydra, Lightning and lightning-hydra-template, in habits.yaml.
+"""Translate keys, values and flags of Hydra, Lightning and lightning-hydra-template to exp, by habits.yaml.
 
-In each fix, the words after `Write` can be typed. A test types them.
+Functions return a fix for an error message, such as `Write precision=bf16`. A test runs the text after `Write`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import Any
 
 from exp.spelling import habits
 
-# The template's and Lightning's names of a tag, `val/acc_best` or `val_loss`.
+# Names of tags in lightning-hydra-template and Lightning, such as `val/acc_best` and `val_loss`.
 TAG = re.compile(r"(train|val|valid|validation|test)[/_](\w+?)(?:_best|_epoch|_step)?")
 MEASURES = {"acc": "accuracy"}
 
 
 def fix_of_key(key: str, value: str) -> str | None:
-    """Return what is written instead of a key that has another name in exp; None for any other key."""
+    """Return a fix for a key that has another name in exp; None if the key is not in habits.yaml.
+
+    Args:
+        key: Dotted key as typed.
+        value: Value as typed, which the fix repeats.
+    """
     keys: Mapping[str, str] = habits()["keys"]
     if key in keys:
         if (fix := fix_of_value(key, value)) is not None:
@@ -35,14 +40,19 @@ def fix_of_key(key: str, value: str) -> str | None:
 
 
 def fix_of_value(key: str, value: object) -> str | None:
-    """Return what is written instead of a value that Lightning or torch has for a key; None for any other value."""
+    """Return a fix for a value of Lightning or torch, such as `16-mixed`; None if it is not in habits.yaml."""
     word = str(value).strip("'\"").lower()
     group = {"trainer.precision": "precision", "trainer.strategy": "strategy"}.get(key, "")
     return _fix_of_choice(group, word) or _entry(habits()["values"], key, word)
 
 
 def fix_of_flag(flag: str, value: str) -> str | None:
-    """Return what is written instead of a flag of Hydra or LightningCLI; None for any other flag."""
+    """Return a fix for a flag of Hydra or LightningCLI; None if the flag is not in habits.yaml.
+
+    Args:
+        flag: Flag as typed.
+        value: Value of the flag, which the fix repeats.
+    """
     if flag.endswith(".help"):
         return "Write --cfg job"
     path, fix = PurePath(value), _entry(habits(), "flags", flag)
@@ -50,23 +60,23 @@ def fix_of_flag(flag: str, value: str) -> str | None:
 
 
 def fix_of_subcommand(word: str) -> str | None:
-    """Return what is written instead of a subcommand of LightningCLI; None for any other word."""
+    """Return a fix for a subcommand of LightningCLI, such as `fit`; None for any other word."""
     return _entry(habits(), "subcommands", word)
 
 
 def call_forms() -> Mapping[str, str]:
-    """Return the functions of Hydra's overrides, each with its form."""
+    """Return the functions that overrides may call, such as `range`, each with its syntax."""
     forms: Mapping[str, str] = habits()["calls"]
     return forms
 
 
 def command_of(word: str) -> str | None:
-    """Return the command of exp that does what a command of another trainer does; None for any other word."""
+    """Return the command of exp that replaces a command of another framework; None for any other word."""
     return _entry(habits(), "commands", word)
 
 
 def target_of_habit(dotted: str) -> str | None:
-    """Return the name of a class that another spelling names; None for any other name."""
+    """Return the dotted name that exp accepts for a class with several names; None if it is not in habits.yaml."""
     for other, name in habits()["targets"].items():
         if dotted == other or (other.endswith(".") and dotted.startswith(other)):
             return f"{name}{dotted[len(other) :]}"
@@ -74,12 +84,12 @@ def target_of_habit(dotted: str) -> str | None:
 
 
 def fix_of_option(group: str, option: object) -> str | None:
-    """Return what is written instead of an option that has another name in exp; None for any other option."""
+    """Return a fix for an option that has another name in exp; None if the option is not in habits.yaml."""
     return _fix_of_choice(group, str(option)) or _entry(habits()["options"], group, str(option))
 
 
 def _fix_of_choice(group: str, word: str) -> str | None:
-    """Return what is written instead of Lightning's word for a precision or a strategy."""
+    """Return a fix for Lightning's name of a precision or a strategy; None for any other name."""
     found = _entry(habits(), group, word) if group in ("precision", "strategy") else None
     return found and (f"Write precision={found}" if group == "precision" else f"Write {found}")
 
@@ -90,7 +100,10 @@ def _entry(table: Mapping[str, Any], first: str, second: str) -> str | None:
 
 
 def tag_of(value: str) -> str:
-    """Return a tag as exp writes it, `accuracy/val`, for the template's or Lightning's `val/acc_best`."""
+    """Return the tag of exp, such as `accuracy/val`, for a tag of Lightning or its template, such as `val/acc_best`.
+
+    Any other text is returned unchanged.
+    """
     found = TAG.fullmatch(value.strip("'\""))
     if found is None:
         return value

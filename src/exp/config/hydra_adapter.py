@@ -1,8 +1,8 @@
-"""Composition by Hydra's public API, and the sweepers of Hydra's plug-ins.
+"""Compose configs by Hydra, and run the sweepers of Hydra's plug-ins.
 
-Hydra composes the groups. `values` applies the other overrides afterwards, because Hydra's own merging stops at the
-first error. The patterns of messages, `compute_defaults_list` and `repository` of the loader, and the name of
-BasicSweeper are those of Hydra 1.3.8.
+Hydra composes the chosen options of the groups. exp.config.values applies the other overrides afterwards, because
+Hydra's merging stops at the first error. This module mostly uses Hydra's public API. Some parts depend on Hydra 1.3.8:
+the patterns of messages, `compute_defaults_list` and `repository` of the loader, and the name of BasicSweeper.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, chain_of, config
 HYDRA_VERSION = hydra.__version__
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 OUR_SWEEPER = "hydra_plugins.exp.sweeper.ExpSweeper"
-# Hydra names a job after the program.
+# The job name, which Hydra otherwise takes from the name of the program.
 JOB_NAME = "train"
-# Overrides of Hydra's own settings.
+# The beginnings of overrides of Hydra's own settings.
 HYDRAS = ("hydra.", "hydra/")
-# Exceptions of Hydra and OmegaConf for a wrong config, some of them from an assert or a conversion.
+# Exceptions that Hydra and OmegaConf raise for a wrong config. Some come from an assert or a conversion.
 HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
-# The line that states where the values of a file belong.
+# The comment line of a config file that sets the key at which the file is merged.
 HEADER = re.compile(r"#\s*@package\s+(\S+)")
-# Messages of Hydra 1.3.8 and 1.4.0rc3 about a choice that the defaults list has no place for: got, expected, fix.
+# Patterns of messages of Hydra 1.3.8 and 1.4.0rc3 about a choice that does not fit the defaults list. The texts are
+# `got`, `expected` and `fix` of exp's error.
 REFUSED_CHOICES = {
     r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^'@]+)@": (
         "an override of the file's own node", "an override of the whole config",
@@ -81,14 +82,21 @@ REFUSED_CHOICES = {
         "chosen by the defaults list already", "= to choose another", "Write {group}=NAME, without the +",
     ),
 }  # fmt: skip
-# Making the configs of files is a third of a composition. They are kept pickled, because a composition changes them.
+# Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
+# pickled bytes, because a composition changes them.
 MOST_LOADED = 1_024
 _loaded: dict[tuple[object, ...], bytes] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A file of the defaults list, such as `model/mlp` merged at `model`."""
+    """A config file that is merged into a config.
+
+    Args:
+        config_path: Path in the defaults list, such as `model/mlp`.
+        package: Key at which the file is merged, such as `model`.
+        file: Path of the YAML file; None if there is no file.
+    """
 
     config_path: str
     package: str
@@ -96,21 +104,21 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """Return the entry of Hydra's defaults list with the file: `model/mlp@model=/conf/model/mlp.yaml`."""
+        """The layer as text, such as `model/mlp@model=/conf/model/mlp.yaml`."""
         return f"{self.config_path}@{self.package}={self.file}"
 
     @classmethod
     def of(cls, text: str) -> Layer:
-        """Return the layer of a `text`."""
+        """Return the layer with a given `text`."""
         place, _, file = text.partition("=")
         config_path, _, package = place.partition("@")
         return cls(config_path=config_path, package=package, file=Path(file))
 
 
 class ConfigFolder(ConfigSource):
-    """Reads the YAML files of a place of configs, with exp's limits and messages."""
+    """Hydra's source of configs for a directory of YAML files, with exp's size limits and error messages."""
 
-    # The file that was read last.
+    # The file that was loaded last, by any instance.
     last: Path | None = None
 
     @staticmethod
@@ -140,7 +148,7 @@ class ConfigFolder(ConfigSource):
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
             raise ConfigError([searchpath_error(settings["searchpath"], source=display_path(file))])
-        # Hydra looks for the header in the first line alone.
+        # exp accepts the header after other comment lines. Hydra reads it only from the first line.
         with file.open(encoding="utf-8") as lines:
             comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
             package = next((found[1] for line in comments if (found := HEADER.match(line))), None)
@@ -175,7 +183,10 @@ class ConfigFolder(ConfigSource):
 
 
 class Repository:
-    """Loads each config once for a composition and for its defaults list, which Hydra computes separately."""
+    """Hydra's repository of configs, with a cache.
+
+    Hydra loads the configs for the composition and again for the defaults list. The cache avoids the second load.
+    """
 
     def __init__(self, repository: Any) -> None:
         self._repository = repository
@@ -188,14 +199,14 @@ class Repository:
         return self
 
     def load_config(self, config_path: str) -> object:
-        """Return the config that the search path has, or None."""
+        """Return the config with a path from Hydra's search path; None if there is no such config."""
         if config_path not in self._loaded:
             self._loaded[config_path] = self._repository.load_config(config_path)
         return self._loaded[config_path]
 
 
 class OpenPlaces(SearchPathPlugin):
-    """Puts the places of exp's configs into Hydra's search path while exp composes."""
+    """Hydra plug-in that adds exp's directories of configs to Hydra's search path while exp composes."""
 
     places: Sequence[Place] = ()
 
@@ -206,12 +217,12 @@ class OpenPlaces(SearchPathPlugin):
 
 
 def hydra_error(key: str, got: str, expected: str, fix: str | None = None, source: str | None = None) -> ErrorDetails:
-    """Return the error of a setting of Hydra, or of a composition."""
+    """Return an error about one of Hydra's settings or about a composition."""
     return ErrorDetails(key, got, expected, fix, source=source)
 
 
 def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetails:
-    """Return the error of `hydra.searchpath`, which may name packages that Hydra would import."""
+    """Return the error for `hydra.searchpath`. exp refuses it, because Hydra would import packages that it names."""
     got = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     expected = "--config-dir DIR, or a package with an entry point exp.conf"
     return hydra_error("hydra.searchpath", got, expected, source=source)
@@ -219,7 +230,7 @@ def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetail
 
 @contextlib.contextmanager
 def open_hydra(places: Sequence[Place]) -> Iterator[None]:
-    """Initialize Hydra with the places of configs, and restore its global state afterwards."""
+    """Initialize Hydra with directories of configs, and restore Hydra's global state afterwards."""
     with hydra_base():
         _load_plugins()
         kept = GlobalHydra.instance().hydra
@@ -235,10 +246,10 @@ def open_hydra(places: Sequence[Place]) -> Iterator[None]:
 
 
 def _load_plugins() -> None:
-    """Have Hydra import its plug-ins, and add exp's.
+    """Import the installed plug-ins of Hydra, and register exp's plug-ins.
 
     Raises:
-        ConfigError: An installed plug-in fails when it is imported.
+        ConfigError: The import of an installed plug-in fails.
     """
     try:
         plugins = Plugins.instance()
@@ -258,10 +269,16 @@ def _load_plugins() -> None:
 def compose_groups(
     places: Sequence[Place], *, config_name: str, overrides: Sequence[str]
 ) -> tuple[DictConfig, list[Layer]]:
-    """Compose the primary config and the options that overrides choose.
+    """Compose the primary config with the options that overrides choose.
+
+    Args:
+        places: Directories of configs.
+        config_name: Name of the primary config.
+        overrides: Overrides that choose options of groups.
 
     Returns:
-        The config with the hydra node, and its files in the order of merging.
+        The config with the hydra node.
+        The files that were merged, in the order of merging.
 
     Raises:
         ConfigError: The choices do not compose, or a file cannot be read.
@@ -275,7 +292,7 @@ def compose_groups(
         except RecursionError as error:
             if ConfigFolder.last is None:
                 raise
-            # A circle begins at the last file that was not read before.
+            # The defaults lists form a circle. It closes in the last file that was loaded.
             raise config_error(
                 "defaults", got="a defaults list that leads back to itself",
                 expected="configs that do not include each other", source=display_path(ConfigFolder.last),
@@ -295,7 +312,11 @@ def _layer(places: Sequence[Place], config_path: str, package: str) -> Layer:
 
 
 def _lead_references(config: DictConfig, layer: Layer) -> None:
-    """Make `${model.width}` in an option refer to the option's node if `model@vars.teacher` merges it elsewhere."""
+    """Change the references in an option that is merged at another key, as in `model@vars.teacher=mlp`.
+
+    The reference `${model.width}` in the option becomes `${vars.teacher.width}`, so that the option refers to its own
+    value.
+    """
     group, place = layer.config_path.partition("/")[0], layer.package
     if group not in ONE or place in ("", "_global_", group) or place.startswith(f"{group}/"):
         return
@@ -307,7 +328,7 @@ def _lead_references(config: DictConfig, layer: Layer) -> None:
 
 
 def error_of(error: Exception) -> ErrorDetails:
-    """Return one error for an exception of Hydra or OmegaConf."""
+    """Return exp's error for an exception that Hydra or OmegaConf raised."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_config_error(error, error.missing_cfg_file)
     for pattern, words in REFUSED_CHOICES.items():
@@ -343,7 +364,7 @@ def _short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def hydra_config(config: DictConfig) -> Iterator[None]:
-    """Let `${hydra:...}` find the hydra node of this config, and restore the earlier one afterwards."""
+    """Resolve `${hydra:...}` from the hydra node of this config, and restore Hydra's previous config afterwards."""
     kept = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     # Hydra makes the node read-only.
@@ -355,7 +376,10 @@ def hydra_config(config: DictConfig) -> Iterator[None]:
 
 
 def registered_targets() -> set[str]:
-    """Return every `_target_` that installed Hydra plug-ins registered, and the names of the plug-in classes."""
+    """Return the dotted names of all classes of installed Hydra plug-ins.
+
+    They are the plug-in classes and each `_target_` in the configs that the plug-ins registered.
+    """
     found = set(Plugins.instance().class_name_to_class)
 
     def collect(node: object) -> None:
@@ -372,13 +396,17 @@ def registered_targets() -> set[str]:
 
 
 def registered_options(group: str) -> list[str]:
-    """Return the options that Hydra and its plug-ins registered for a group."""
+    """Return the options that Hydra and its plug-ins registered for a config group, such as `hydra/launcher`."""
     _load_plugins()
     return [name.removesuffix(".yaml") for name in ConfigStore.instance().list(group)]
 
 
 class JobConfigs:
-    """Replaces Hydra's config loader, with which a sweeper composes each job. exp composes jobs later."""
+    """Stub of Hydra's config loader for sweepers.
+
+    Sweepers call the loader to compose the config of each job. The stub returns the config of the sweep unchanged,
+    because exp composes the jobs itself afterwards.
+    """
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         return master_config
@@ -386,7 +414,16 @@ class JobConfigs:
 
 @secrets_kept()
 def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
-    """Run the configured sweeper, which names the jobs. exp's launcher runs them."""
+    """Run the configured Hydra sweeper. The sweeper decides about the overrides of each job, and exp runs the jobs.
+
+    Args:
+        config: Composed config of the sweep, with its hydra node.
+        task: Task function for Hydra.
+        directory: Directory of the sweep.
+
+    Raises:
+        ConfigError: The sweeper cannot be built.
+    """
     with hydra_base(), hydra_config(config):
         config.hydra.mode = RunMode.MULTIRUN
         config.hydra.sweep.dir = str(directory)
@@ -400,7 +437,10 @@ def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
 
 
 def swept_texts(config: DictConfig) -> list[str] | None:
-    """Return the overrides that exp's or Hydra's own sweeper combines; None for another sweeper."""
+    """Return the overrides of a sweep, from `hydra.sweeper.params` and the command line.
+
+    Return None if the sweeper is neither exp's nor Hydra's BasicSweeper.
+    """
     sweeper = config.hydra.sweeper
     if sweeper["_target_"] not in (BASIC_SWEEPER, OUR_SWEEPER):
         return None
@@ -409,7 +449,7 @@ def swept_texts(config: DictConfig) -> list[str] | None:
 
 
 def record_overrides(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Record the typed overrides in the hydra node, and set `hydra.job.override_dirname`."""
+    """Write the overrides of the command to `hydra.overrides`, and set `hydra.job.override_dirname`."""
     own = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
     config.hydra.overrides.task = own
     config.hydra.overrides.hydra = [text for text in overrides if text not in own]
@@ -419,12 +459,28 @@ def record_overrides(config: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def recorded_overrides(config: DictConfig, kind: str = "task") -> list[str]:
-    """Return the overrides as typed, so that each job resolves `name=a${seed}`. kind: hydra for Hydra's own."""
+    """Return the overrides in `hydra.overrides` as typed.
+
+    Interpolations such as `name=a${seed}` are not resolved, because their values differ between jobs.
+
+    Args:
+        config: Composed config, with its hydra node.
+        kind: "task" for overrides of exp's keys, "hydra" for overrides of Hydra's settings.
+    """
     return cast(list[str], OmegaConf.to_container(config.hydra.overrides[kind], resolve=False))
 
 
 def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory: str, value: float) -> JobReturn:
-    """Return the result of a job for a sweeper. Its status is completed: with another one, a sweeper ends the sweep."""
+    """Return the result of a job for Hydra's sweeper.
+
+    The status is always COMPLETED, because sweepers stop the whole sweep at any other status.
+
+    Args:
+        overrides: Overrides of the job.
+        config: Config of the job, if it was composed.
+        directory: Run directory of the job.
+        value: Value to optimize.
+    """
     result = JobReturn(overrides=list(overrides), cfg=config, working_dir=directory, status=JobStatus.COMPLETED)
     result.return_value = value
     return result

@@ -1,6 +1,6 @@
-"""Read the overrides of a command line, and report each error in them before Hydra composes.
+"""Parse the overrides of a command line, and report the errors of all overrides before Hydra composes.
 
-Hydra stops at the first error. Here each override has its own error.
+Hydra would report only the first error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from exp.redaction import find_exposed, mask_secrets
 from exp.spelling import among, did_you_mean, find_nearest, is_typo
 
 MAX_CHARACTERS = 20_000
-# Nodes of train.yaml that people take for groups.
+# Nodes of train.yaml that users may mistake for config groups.
 NODES_OF_KEYS = ("trainer", "launch")
 CALLS: dict[type, str] = {
     IntervalSweep: "an interval",
@@ -35,10 +35,11 @@ CALLS: dict[type, str] = {
     Glob: "a glob",
     ChoiceSweep: "a choice",
 }
-# The keys of Hydra's grammar (1.3.8), with the place of a group after an @.
+# A key in Hydra's grammar (1.3.8). The text after an @ is the key at which an option is merged.
 KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
-# Keys that may be added without a +. A model of a container's class has no `container`; `sweep.when` takes any keys.
+# Keys that may be added without a +. `model.container` is missing if the model itself is a container, and `sweep.when`
+# accepts any keys.
 ADDING = ("model.container", "sweep.when")
 NO_SUCH_KEY, IS_THERE = "there is no such key", "+ on an existing key"
 TOO_DEEP = ("nested too deeply", "a value of a few levels")
@@ -46,14 +47,14 @@ TOO_DEEP = ("nested too deeply", "a value of a few levels")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """An override.
+    """One override of the command line.
 
     Args:
-        text: As typed.
-        parsed: As Hydra reads it.
+        text: Override as typed.
+        parsed: Override as parsed by Hydra.
         sign: "", "+", "++" or "~".
-        key: The key or group, without the sign.
-        group: The group that the override chooses from; "" for a value.
+        key: Key or group, without the sign.
+        group: Group if the override chooses an option; "" if the override sets a value.
     """
 
     text: str
@@ -78,7 +79,13 @@ class Line:
 def checked_lines(
     overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
 ) -> tuple[list[Line], list[ErrorDetails]]:
-    """Return the overrides that may be right, and the errors of the others."""
+    """Return the overrides that pass the checks before composition, and the errors of the other overrides.
+
+    Args:
+        overrides: Overrides as typed.
+        vocabulary: Groups, options and keys of the search path.
+        multirun: The command is a sweep (-m).
+    """
     found = [_read(text, vocabulary) for text in overrides]
     errors = [one for one in found if isinstance(one, ErrorDetails)]
     lines = [one for one in found if isinstance(one, Line)]
@@ -115,7 +122,13 @@ def _read(text: str, vocabulary: Vocabulary) -> Line | ErrorDetails:
 
 
 def as_override(text: str, fix: str | None, vocabulary: Vocabulary) -> str | None:
-    """Return a fix that proposes a whole override: `Write optimizer=adam` instead of `Did you mean adam?`."""
+    """Return a fix that contains a whole override: `Write optimizer=adam` instead of `Did you mean adam?`.
+
+    Args:
+        text: Override as typed.
+        fix: Fix of the override's error. Fixes without `Did you mean` are returned unchanged.
+        vocabulary: Groups, options and keys of the search path.
+    """
     found = re.fullmatch(r"Did you mean (\S+)\?", fix or "")
     if found is None:
         return fix
@@ -125,10 +138,12 @@ def as_override(text: str, fix: str | None, vocabulary: Vocabulary) -> str | Non
 
 
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
-    """Return the choices of groups for Hydra, so that `+` always means the same.
+    """Return the overrides of groups in the syntax that Hydra requires.
 
-    An axis is always written with `=`, at its place of the defaults list. The `+` of a many-group are joined with each
-    other and with its `=`, because Hydra takes one `+` per group and ignores it next to an `=`.
+    For groups of the kind "axis", Hydra always gets `=`, because the defaults list of train.yaml contains the group.
+
+    For groups of the kind "many", all `+` of a group are joined, and are joined with its `=`. Hydra accepts only one
+    `+` per group, and ignores a `+` next to an `=`.
     """
     choices = [line for line in lines if line.group and not line.is_sweep]
     replaced = {line.group: line.value for line in choices if line.sign == "" and line.parsed.package is None}
@@ -155,7 +170,12 @@ def _options(value: object) -> list[str]:
 
 
 def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[ErrorDetails]:
-    """Return an error for each choice that the composition ignored. loaded: the config paths of the merged files."""
+    """Return an error for each chosen option that Hydra did not merge.
+
+    Args:
+        lines: Overrides of the command.
+        loaded: Config paths of the merged files, such as "model/mlp".
+    """
     choices = [line for line in lines if line.group and not line.is_sweep and line.parsed.package is None]
     last = {line.group: line for line in choices if line.sign == ""}
     counted = [*last.values(), *(line for line in choices if line.sign == "+")]
@@ -175,7 +195,7 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[ErrorD
 
 
 def sweep_error(parsed: Override) -> ErrorDetails | None:
-    """Return the error of a call, such as an interval, inside a list or among other values of a sweep."""
+    """Return an error if a call such as `interval(0,1)` is inside a list or among other swept values."""
     value, key, text = parsed.value(), parsed.key_or_group, _shorten((parsed.input_line or "").partition("=")[2])
     inner = next(_calls_in(value), None)
     if inner is None:
@@ -188,7 +208,7 @@ def sweep_error(parsed: Override) -> ErrorDetails | None:
 
 
 def _calls_in(value: object) -> Iterator[Sweep | Glob]:
-    """Yield the calls inside a list, a mapping or the values of another call."""
+    """Yield the calls, such as `interval(0,1)`, inside a list, a mapping or a list of swept values."""
     inner = value.list if isinstance(value, ChoiceSweep) else value
     for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
         if isinstance(one, Sweep | Glob):
@@ -198,10 +218,10 @@ def _calls_in(value: object) -> Iterator[Sweep | Glob]:
 
 
 def read_swept(text: str) -> Override:
-    """Return an override of a sweeper, which a file may contain.
+    """Parse an override of a sweep, from the command line or from `hydra.sweeper.params` in a file.
 
     Raises:
-        ConfigError: It cannot be read, or a sweep cannot list its values.
+        ConfigError: The override cannot be parsed, or contains a call inside a list.
     """
     try:
         parsed = parse_override(text)
@@ -243,7 +263,7 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
 
 
 def _place_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of the place of a group, as in `model@vars.teacher`."""
+    """Return the error of the key after the @ in an override such as `model@vars.teacher=mlp`."""
     place, value = str(line.parsed.package), line.value_text
     key = f"{line.key}@{place}"
     if place == line.key.replace("/", "."):
@@ -257,7 +277,13 @@ def _place_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
 
 
 def _pair_error(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of a `+` that the other choices of its group exclude."""
+    """Return the error of an override that conflicts with other choices of the same group.
+
+    Args:
+        line: Override to check.
+        others: Other overrides that choose options of the same group.
+        vocabulary: Groups, options and keys of the search path.
+    """
     added = [other for other in others if other.sign == "+" and other.parsed.package == line.parsed.package]
     if line.sign == "+" and (others if line.group in AXIS else vocabulary.kind(line.group) == "own" and added):
         return _error(line.group, f"chosen twice, {line.text} and {others[0].text}", "one choice")
@@ -307,7 +333,10 @@ def _unknown_option(group: str, option: object, options: Sequence[str]) -> Error
 
 
 def _elements(line: Line) -> list[object]:
-    """Return the single values of a choice, swept ones one by one; none if only a sweeper can list them."""
+    """Return the options that an override chooses. A sweep has one element per job.
+
+    The list is empty if the values are unknown, as those of a glob.
+    """
     if not line.is_sweep:
         return [line.value]
     if not line.parsed.is_choice_sweep() or not hasattr(line.value, "list"):
@@ -331,9 +360,9 @@ def _value_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
 
 
 def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
-    """Return the error of an override whose first word is neither a key nor a group."""
+    """Return the error of an override if the first name of its key is neither a top-level key nor a group."""
     got = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
-    # The keys below the top need a composition, which a slip of one letter can do without.
+    # Nested keys are searched only if no word is similar, because listing them takes a composition.
     is_near = is_typo(top, vocabulary.words())
     elsewhere = [] if is_near else [key for key in vocabulary.keys_below if key.rpartition(".")[2] == line.key]
     fix = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
@@ -345,20 +374,25 @@ def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
 
 
 def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabulary) -> list[tuple[Line, ErrorDetails]]:
-    """Apply the overrides of values one by one to what the choices of groups compose to.
+    """Apply the overrides of values to the config that Hydra composed from the chosen options.
 
-    The check of a swept value is left to the jobs. If options of a group are swept, some of them may have a missing
-    key, so the check of keys is left to the jobs, too.
+    Swept values are not applied, because they are checked in each job. If options of a group are swept, errors are not
+    reported, because an option of another job may have a key that this config lacks.
+
+    Args:
+        config: Composed config, which is changed in place.
+        lines: Overrides of the command.
+        vocabulary: Groups, options and keys of the search path.
 
     Returns:
-        The overrides that do not fit, each with its error.
+        The overrides that cannot be applied, each with its error.
     """
     is_open = any(line.group and line.is_sweep for line in lines)
-    # Keys that only the jobs of a sweep have: `+precision.keep.a=fp32,fp64 precision.keep.a=fp64`.
+    # Keys added by a sweep, which only the configs of its jobs have: `+precision.keep.a=fp32,fp64`.
     added = set()
     found: list[tuple[Line, ErrorDetails]] = []
     for line in lines:
-        # Hydra's own groups that exp ignores were accepted with a value that changes nothing.
+        # Keys with a slash are groups of Hydra that exp ignores. Only values without an effect get here.
         if line.group or "/" in line.key:
             continue
         detail = None if line.key in added else _unfit_error(line, config, vocabulary)
@@ -378,7 +412,7 @@ def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabula
 
 
 def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of an override whose key the composed config lacks, or of a + on a key that it has."""
+    """Return the error of an override that does not fit the composed config, such as a key that does not exist."""
     there, node = deepest(config, line.key)
     holder, _, last = line.key.rpartition(".")
     if line.key in ADDING and line.sign == "":
@@ -405,7 +439,12 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
 
 
 def _habit_error(line: Line, fix: str) -> ErrorDetails:
-    """Return the error of a key of another program. fix: the override in exp, or why there is no equivalent."""
+    """Return the error of a key of another framework.
+
+    Args:
+        line: Override with the key.
+        fix: Equivalent override in exp, or the reason why exp does not have one.
+    """
     got = "this key has another name here" if fix.startswith("Write") else "there is no such key here"
     return _error(line.key, got, "a key of exp", fix)
 
@@ -413,11 +452,14 @@ def _habit_error(line: Line, fix: str) -> ErrorDetails:
 def _missing_key_error(
     line: Line, config: DictConfig, vocabulary: Vocabulary, *, parent: str, node: object
 ) -> ErrorDetails:
-    """Return the error of a key that the composed config does not have.
+    """Return the error of an override with a key that the composed config does not have.
 
     Args:
-        parent: The longest beginning of the key that exists.
-        node: The value of the parent.
+        line: Override.
+        config: Composed config.
+        vocabulary: Groups, options and keys of the search path.
+        parent: Longest beginning of the key that exists in the config.
+        node: Value at `parent`.
     """
     last = line.key.rpartition(".")[2]
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key

@@ -1,6 +1,7 @@
-"""A composed config as plain dicts and lists, with interpolations resolved, and an error for each missing value.
+"""Read a composed config as plain dicts and lists with interpolations resolved.
 
-A value that cannot be read becomes UNKNOWN, which every later stage accepts, so that one mistake is one error.
+Missing values and wrong interpolations are reported as errors. Such a value becomes UNKNOWN. All later checks accept
+UNKNOWN, so that one mistake gives only one error.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from exp.errors import ErrorDetails
 from exp.redaction import interpolation, is_secret
 from exp.spelling import find_nearest
 
-# References that resolving one value may follow. `a: ${b}${b}`, `b: ${c}${c}` ... double at each step.
+# The largest number of references to follow for one value. In `a: ${b}${b}`, `b: ${c}${c}` and so on, the number
+# doubles at each step.
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
-# Keys that are null until they are read from the data. Other keys refer to them.
+# References to keys that are null until exp reads their values from the data.
 OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
 # Messages of OmegaConf 2.3.
 NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
@@ -39,23 +41,23 @@ GPU = "mps" if sys.platform == "darwin" else "cuda"
 
 
 class Unknown:
-    """A value that could not be read. Its error is reported once."""
+    """The type of UNKNOWN, which replaces a value that could not be read. The error is reported separately."""
 
     def __repr__(self) -> str:
         return "(unknown)"
 
 
 UNKNOWN = Unknown()
-# The plain values of a config, and the errors of values that cannot be read.
+# The plain values of a config, and the errors for values that cannot be read.
 Reading = tuple[Plain, list[ErrorDetails]]
 
 
 @contextlib.contextmanager
 def secrets_kept() -> Iterator[None]:
-    """Let interpolations return the name of a secret, `${oc.env:HF_TOKEN}`, instead of its value.
+    """Resolve interpolations of secrets to their text, such as `${oc.env:HF_TOKEN}`, instead of the secret value.
 
-    Use it, also as a decorator, to resolve configs that are written or shown. Only construct.py has the value.
-    Contexts may nest.
+    This context manager, which is also a decorator, is used to resolve configs that are written or shown. Only
+    construct.py reads the secret values. Contexts may be nested.
     """
     _resolvers.append(_name_secret)
     OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
@@ -70,15 +72,19 @@ def _name_secret(key: str, *default: str | None) -> str | None:
     return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
 
 
-# The resolvers of the open contexts, the innermost last.
+# The resolver of `oc.env` in each open `secrets_kept`, the innermost last.
 _resolvers: list[Callable[..., str | None]] = [oc.env]
 
 
 @secrets_kept()
 def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
-    """Return the plain values, and the errors of missing values, of interpolations and of size.
+    """Return the plain values of a config and the errors found in it.
 
-    is_data_read: the config has the values that come from the data; a null there is null.
+    Errors are missing values, interpolations that cannot be resolved, and a config that is too large.
+
+    Args:
+        config: Composed config.
+        is_data_read: The config contains the values that are read from the data, so null is their final value.
     """
     reader = _Reader(config, is_data_read=is_data_read)
     return reader.mapping(config, reader.raw, "", 0), reader.errors
@@ -87,7 +93,8 @@ def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
 def name_gpu(config: DictConfig) -> None:
     """Replace Lightning's accelerator `gpu` by the GPU of this platform, `cuda` or `mps`.
 
-    `read` replaces the value of an interpolation: it may call a function, whose name is checked before.
+    An interpolation is not resolved here, because it may call a function that is not checked yet. If its value is
+    `gpu`, `read` replaces it.
     """
     launch = held_node(config, "launch")
     if isinstance(launch, DictConfig) and raw_values(launch).get("accelerator") == "gpu":
@@ -95,7 +102,7 @@ def name_gpu(config: DictConfig) -> None:
 
 
 def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
-    """Return the mapping or list of a config under a name. None for another value, `???` and interpolations."""
+    """Return the mapping or list at a top-level key; None for any other value, `???` and interpolations."""
     if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
         return None
     value = config[name]
@@ -104,7 +111,10 @@ def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
 
 @secrets_kept()
 def plain_values(config: DictConfig) -> Plain:
-    """Return the plain values of a config without errors. An interpolation that depends on the data stays as text."""
+    """Return the plain values of a config that has passed the check.
+
+    Interpolations of values that are read from the data are kept as text.
+    """
     try:
         return cast(Plain, OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException:
@@ -112,7 +122,7 @@ def plain_values(config: DictConfig) -> Plain:
 
 
 def _with_texts(value: object, raw: object) -> object:
-    """Return the values of `raw`, each UNKNOWN replaced by its text."""
+    """Return `value` with each UNKNOWN in the tree replaced by the text at the same place of `raw`."""
     if value is UNKNOWN:
         return raw
     if isinstance(value, dict) and isinstance(raw, dict):
@@ -123,13 +133,13 @@ def _with_texts(value: object, raw: object) -> object:
 
 
 def is_open(data: Mapping[str, object]) -> bool:
-    """Return whether a data node leaves its inputs or the number of outputs to the data."""
+    """Return whether the inputs or the number of outputs are not set in a data node, so that the data decide."""
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
 
 
 class Values:
-    """The values of a plain config by dotted key; UNKNOWN for a key that it does not have."""
+    """The values of a plain config by dotted key. A key that does not exist has the value UNKNOWN."""
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
@@ -139,7 +149,7 @@ class Values:
         return UNKNOWN if value is ABSENT else value
 
     def entries(self, key: str) -> Plain:
-        """Return the named nodes of a group, except those that could not be read."""
+        """Return the entries with a `_target_` of a group such as `hooks`. Unreadable entries are left out."""
         node = self[key]
         return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
 
@@ -187,17 +197,17 @@ class _Reader:
             value: object = node[name]
             return GPU if key == ACCELERATOR and value == "gpu" else value
         except InterpolationToMissingValueError:
-            return UNKNOWN  # the error is the other key's
+            return UNKNOWN  # the missing value is reported at its own key
         except (OmegaConfBaseException, RecursionError) as error:
-            # A refused resolver has its own error, and so has the key that is referred to.
+            # A refused resolver is reported separately, and so is an error at the key that the text refers to.
             if not is_of_a_target(error) and not self.refers_to_an_error(text):
                 self.report_unresolved(key, text, error)
             return UNKNOWN
 
     def awaits_data(self, text: str) -> bool:
-        """Return whether a text refers to a value that is still to be read from the data.
+        """Return whether a text refers to a value that exp will read from the data.
 
-        A null of num_classes next to known values is null.
+        If all inputs and the number of outputs are set, no value is read: a null of num_classes is final.
         """
         data = self.raw.get("data")
         if self.is_data_read or not isinstance(data, dict):
@@ -216,7 +226,7 @@ class _Reader:
         self.error(key, text, expected if fixes else f"{expected} ({reason})", fixes[0] if fixes else None)
 
     def refers_to_an_error(self, text: str) -> bool:
-        """Return whether a text refers to an interpolation that has an error."""
+        """Return whether a text refers to a key with an interpolation that cannot be resolved."""
         values = {name: self.values[name] for name in REFERENCE.findall(text)}
         for name in (name for name, value in values.items() if isinstance(value, str) and "${" in value):
             try:
@@ -227,7 +237,12 @@ class _Reader:
         return False
 
     def near(self, reference: str, key: str) -> str | None:
-        """Return the existing key that is most similar to a reference, except its parents and `key`."""
+        """Return the existing key that is most similar to a wrong reference; None if no key is similar.
+
+        Args:
+            reference: Dotted key in the interpolation.
+            key: Key of the value with the interpolation, which is never returned.
+        """
         known = [path for path, _ in leaves(self.raw)]
         if reference.startswith(".") or reference.partition("[")[0] in known:
             return None
@@ -243,7 +258,12 @@ class _Reader:
         return found[0] if found else None
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
-        """Return a lower bound of the number of references that resolving a text follows. A circle ends."""
+        """Return a lower bound of the number of references to follow to resolve a text.
+
+        Args:
+            text: Text with interpolations.
+            trail: Keys that lead to the text. References to these keys are not followed, because they form a circle.
+        """
         total = 0
         for reference in REFERENCE.findall(text):
             if reference in trail or reference.startswith("."):

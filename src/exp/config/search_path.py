@@ -1,4 +1,7 @@
-"""The directories of configs: the user's ./conf, exp's own, and those of plug-ins. No file is run."""
+"""Directories of configs: the user's ./conf, exp's own directory, and the directories of plug-ins.
+
+No code of a plug-in is imported to find its directory.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,24 @@ OWN_CONF = Path(__file__).parent.parent / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A directory of configs. An earlier place takes precedence over a later one."""
+    """A directory of configs.
+
+    Args:
+        provider: Name for Hydra: "user", "command-line", "exp" or the name of a plug-in.
+        directory: Path of the directory.
+    """
 
     provider: str
     directory: Path
 
 
 def search_places(*, config_dir: str | None = None) -> list[Place]:
-    """Return the places for this working directory, the first with the highest precedence.
+    """Return the directories of configs, in the order of decreasing precedence.
 
-    config_dir: The value of --config-dir, between the user's ./conf and exp's own.
+    The order is: the user's ./conf, `config_dir`, exp's own directory, and the directories of plug-ins.
+
+    Args:
+        config_dir: Directory of --config-dir.
 
     Raises:
         ConfigError: config_dir is not a directory.
@@ -50,14 +61,17 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
 
 
 def own_groups(places: Sequence[Place]) -> list[str]:
-    """Return the config groups, folders with YAML files, that exp does not have."""
+    """Return the names of config groups of users and plug-ins: folders with YAML files that exp does not have."""
     folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
     own = {path.name for path in OWN_CONF.iterdir()}
     return sorted({path.name for path in folders if path.name not in {*own, "local", "module", "hydra"}})
 
 
 def options_in(folder: Path) -> list[str]:
-    """Return the options in a folder of a group. `_loader` is a part that options include, not an option."""
+    """Return the options in the folder of a group.
+
+    Files such as `_loader.yaml` are not options, because options include them.
+    """
     paths = folder.glob("*.yaml") if folder.is_dir() else ()
     return sorted(path.stem for path in paths if not path.name.startswith(("_", ".")))
 
@@ -67,13 +81,17 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def users_conf() -> Path | None:
-    """Return the user's ./conf, or None."""
+    """Return the path of the user's ./conf; None if there is no such directory."""
     directory = Path.cwd() / "conf"
     return directory if is_users_conf(directory) else None
 
 
 def is_users_conf(directory: Path) -> bool:
-    """Return whether a ./conf is a user's: it has a group or file with a name of exp's, and is not exp's own."""
+    """Return whether a directory contains configs of a user for exp.
+
+    It must have a folder or file with the same name as one in exp's own directory of configs, and be a different
+    directory.
+    """
     if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
         return False
     known = {path.name for path in OWN_CONF.iterdir()} | {"local", "module"}
@@ -81,9 +99,9 @@ def is_users_conf(directory: Path) -> bool:
 
 
 def make_importable() -> None:
-    """Make the modules next to the user's ./conf importable, when a config first names one.
+    """Make the modules next to the user's ./conf importable, by adding the working directory to sys.path.
 
-    The working directory is appended to the path, so that no file in it hides an installed package.
+    The directory is added at the end, so that no module in the directory hides an installed package.
     """
     here = str(Path.cwd())
     if users_conf() is not None and here not in sys.path and "" not in sys.path:
@@ -91,7 +109,7 @@ def make_importable() -> None:
 
 
 def conf_points() -> Sequence[importlib.metadata.EntryPoint]:
-    """Return the `exp.conf` entry points of installed packages, by name."""
+    """Return the `exp.conf` entry points of installed packages, sorted by name."""
     return _points(tuple(sys.path))
 
 
@@ -101,9 +119,10 @@ def _points(_path: tuple[str, ...]) -> Sequence[importlib.metadata.EntryPoint]:
 
 
 def plugin_places() -> list[Place]:
-    """Return the conf directories of installed packages with an `exp.conf` entry point, by name.
+    """Return the directories of configs of installed plug-ins, sorted by name.
 
-    An entry point names a package. Its directory `conf` is used or, without one, the package.
+    A plug-in has an `exp.conf` entry point that names a package. Configs are in the directory `conf` of the package or,
+    if there is no such directory, in the package.
     """
     places = []
     for point in conf_points():
@@ -117,7 +136,7 @@ def plugin_places() -> list[Place]:
 
 def _conf_of(dotted: str) -> Path | None:
     top, *rest = dotted.split(".")
-    # find_spec of a dotted name would import the parents.
+    # Only the top-level package is looked up, because find_spec imports the parents of a dotted name.
     found = importlib.util.find_spec(top)
     if found is None or found.submodule_search_locations is None:
         return None
@@ -130,7 +149,10 @@ def _conf_of(dotted: str) -> Path | None:
 
 
 def display_path(path: Path | str) -> str:
-    """Return the path of a config file for messages: relative to the working directory, or `exp/conf/...`."""
+    """Return the path of a config file for messages.
+
+    A path in the working directory is relative to it. A path of exp's own configs begins with `exp/conf`.
+    """
     path = Path(path)
     for candidate in (path, path.resolve()):
         for base in (Path.cwd(), Path.cwd().resolve()):

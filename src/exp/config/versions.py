@@ -1,4 +1,7 @@
-"""Keys that versions of exp added and removed, so that runs and sweeps of earlier versions resume."""
+"""Keys, values and classes that changed between versions of exp.
+
+Runs and sweeps of earlier versions can be resumed because their configs are converted to this version.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any, NamedTuple
 
 from exp.config.plain_tree import Plain, are_same, is_node, leaves, value_at
 
-# Keys that every config has now, with the value for a config without the key.
+# Keys that every config has in this version, with the value to add to a config without the key.
 PRESENT: Mapping[str, object] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
-# Keys that change nothing at these values; configs of earlier versions do not have them.
+# Keys that configs of earlier versions do not have. At these values, they have no effect.
 ADDED: Mapping[str, object] = {
     "runtime.compile_mode": None,
     "data.split": {"stratify": False, "group": None, "column": None, "folds": None, "fold": 0},
@@ -18,7 +21,7 @@ ADDED: Mapping[str, object] = {
     "data.dataset.background": "white",
     "data.dataset.any_size": False,
 }
-# Keys that no longer exist, with the values that they had by default.
+# Keys that no longer exist, with their former default values.
 REMOVED: Mapping[str, object] = {
     "checkpoint.keep": 1,
     "precision.report": False,
@@ -29,18 +32,18 @@ REMOVED: Mapping[str, object] = {
     "runtime.warm": "auto",
     "sweep.storage": None,
 }
-# Values that keys no longer take, with their replacements.
+# Values that are no longer allowed at a key, with their replacements.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
     ("runtime.non_finite", "rewind"): "stop",
 }
-# Values that selected a behavior which now has a separate class.
+# Values that selected a behavior in earlier versions, with the class that has this behavior now.
 DDP = "exp.strategies.ddp.DDP"
 CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
     ("strategy.inner", "layer_split"): "exp.extras.gallery.split_ddp.SplitDDP",
     ("strategy.communication_hook", "ring"): "exp.extras.gallery.ring_all_reduce.RingDDP",
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
-# Modules and classes that moved, by their names in earlier versions.
+# New names of renamed modules and classes, by their names in earlier versions.
 GALLERY = "exp.extras.gallery"
 MOVED: Mapping[str, str] = {
     **{f"exp.hooks.{name}": f"exp.extras.{folder}.{name}" for folder, names in {
@@ -64,23 +67,23 @@ MOVED: Mapping[str, str] = {
     "exp.models.layers.GradientReversal": "exp.functions.gradient_layers.GradientReversal",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
 }  # fmt: skip
-# The names of earlier versions by those of this version.
+# Names in earlier versions, by the names in this version.
 EARLIER: Mapping[str, str] = {now: before for before, now in MOVED.items()}
 
 
 class Removed(NamedTuple):
-    """The values at which a removed parameter is left out. Any other value is an error.
+    """Values of a removed parameter that are ignored. Any other value is an error.
 
     Args:
-        values: The values, None for all of them.
-        is_written: Whether frozen configs of earlier versions always hold the parameter, with the first value.
+        values: Ignored values. None: all values are ignored.
+        is_written: Frozen configs of earlier versions always have the parameter, by default with the first of `values`.
     """
 
     values: Sequence[object] | None = None
     is_written: bool = False
 
 
-# Parameters that classes no longer have. The names of the classes are those of this version.
+# Removed parameters, by the names of their classes in this version.
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None])},
     # Without blocks the window had no effect.
@@ -128,7 +131,10 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
 
 
 def with_present_keys(content: Mapping[str, object]) -> Plain:
-    """Return the config of an earlier version with this version's keys, values and targets, without removed hooks."""
+    """Return the config of an earlier version converted to this version.
+
+    Renamed targets and replaced values are updated, removed keys and hooks are left out, and missing keys are added.
+    """
     found: Plain = _with_targets(dict(content), current_target)
     for (key, value), chosen in CHOSEN_CLASSES.items():
         node, name = _place(found, key)
@@ -145,7 +151,10 @@ def with_present_keys(content: Mapping[str, object]) -> Plain:
 
 
 def as_before(plain: Mapping[str, object]) -> Plain:
-    """Return a config as the earliest version would have it: equal for all versions that compute the same."""
+    """Return a config converted to the earliest version.
+
+    Configs of different versions that compute the same results are equal after this conversion.
+    """
     found: Plain = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
     for (key, value), chosen in CHOSEN_CLASSES.items():
@@ -167,7 +176,7 @@ def as_before(plain: Mapping[str, object]) -> Plain:
 
 
 def removed_keys(content: Mapping[str, object]) -> list[str]:
-    """Return the dotted keys that the config of an earlier version may have and that no longer exist."""
+    """Return the dotted keys of an earlier version's config that no longer exist: keys, hooks and parameters."""
     nodes = {key: value for key, value in leaves(content) if is_node(value) and isinstance(value["_target_"], str)}
     hooks = [key for key, node in nodes.items() if node["_target_"] in REMOVED_HOOKS]
     parameters = [
@@ -180,7 +189,7 @@ def removed_keys(content: Mapping[str, object]) -> list[str]:
 
 
 def current_target(dotted: str) -> str:
-    """Return the name that a class or function has in this version."""
+    """Return the dotted name of a class or function in this version, from its name in this or an earlier version."""
     return _rename(dotted, MOVED)
 
 
@@ -189,13 +198,16 @@ def _earlier_target(dotted: str) -> str:
 
 
 def _rename(dotted: str, names: Mapping[str, str]) -> str:
-    """Return the name of a class after it, or its module, is renamed."""
+    """Return the new dotted name of a class if the class or its module is in `names`, else the old name."""
     module, _, name = dotted.rpartition(".")
     return names[dotted] if dotted in names else f"{names[module]}.{name}" if module in names else dotted
 
 
 def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
-    """Return a copy of a tree in which each `_target_`, and each function of a `functions`, is renamed."""
+    """Return a copy of a plain tree with renamed classes and functions.
+
+    Dotted names are renamed in each `_target_` and in the values of each mapping `functions`.
+    """
     if isinstance(value, list):
         return [_with_targets(one, rename) for one in value]
     if not isinstance(value, dict):
@@ -211,7 +223,10 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
 
 
 def _place(tree: Plain, key: str) -> tuple[Plain, str]:
-    """Return the mapping that holds a dotted key, and the last name of the key; an empty mapping if none holds it."""
+    """Return the mapping that contains a dotted key, and the last name of the key.
+
+    If there is no such mapping, return a new empty dict, so that changes to it have no effect.
+    """
     parent, _, last = key.rpartition(".")
     node = value_at(tree, parent) if parent else tree
     return (node if isinstance(node, dict) else {}), last

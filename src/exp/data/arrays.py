@@ -23,21 +23,23 @@ NUMERIC = "fciub"
 
 
 class Arrays(Gathered):
-    """Arrays `[N, ...]` of one length by name, with one target.
+    """Named NumPy arrays `[N, ...]` of equal length as inputs and a target.
 
-    A sample is (input, target) with one input, otherwise a mapping of the inputs' names and `target`. float64,
-    complex128 and booleans (masks) stay. Other floating numbers and bytes (pixels) become float32, other integers
-    (tokens, classes) int64. A run rounds float64 to float32 unless its precision is fp64. Nothing in a file is
-    executed: pickles and arrays of objects are errors.
+    A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
+    `target`. Nothing in a file is executed: pickles and arrays of objects are errors.
+
+    Dtypes: float64, complex128 and booleans (masks) keep their dtype. Other floating numbers and bytes (pixels) become
+    float32. Other integers (tokens, classes) become int64. A run rounds float64 to float32 unless its precision is
+    fp64.
 
     Args:
-        path: A folder of memory-mapped .npy files, or an .npz file, which is read as a whole, relative to the current
-            folder or to `directory`.
-        target: The name of the target, labels for labels.npy. Integers and bytes are classes. Floating numbers `[N]`
-            become `[N, 1]`.
-        directory: The folder in which the path is looked up after the current one.
-        inputs: The names of the inputs; None for all arrays except the target.
-        scale: A factor on bytes; 0.00392 for pixels between 0 and 1.
+        path: A folder of .npy files, which are memory-mapped, or an .npz file, which is read completely. The path is
+            relative to the current folder or to `directory`.
+        target: The name of the target array, for example `labels` for labels.npy. Integers and bytes are classes.
+            Floating numbers `[N]` become `[N, 1]`.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        inputs: The names of the input arrays; None for all arrays except the target.
+        scale: The factor by which arrays of bytes are multiplied; 0.00392 maps pixels to 0 to 1.
 
     Raises:
         ConfigError: A file or a name does not exist, arrays differ in length, or an array has no numbers.
@@ -110,7 +112,11 @@ def _map_folder(folder: Path) -> dict[str, np.ndarray]:
 
 
 def map_file(file: Path) -> np.ndarray:
-    """Return the memory-mapped array of a .npy file. Raise ConfigError for other content than an array of numbers."""
+    """Return the memory-mapped array of a .npy file.
+
+    Raises:
+        ConfigError: The file does not contain an array of numbers `[N, ...]`.
+    """
     try:
         found: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -120,10 +126,10 @@ def map_file(file: Path) -> np.ndarray:
 
 
 def read_archive(file: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name. Nothing in it is executed.
+    """Return the arrays of an .npz file by name, without executing pickles.
 
     Raises:
-        ConfigError: The file is not an .npz file, or has objects.
+        ConfigError: The file is not an .npz file, or contains Python objects.
     """
     try:
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:

@@ -1,6 +1,6 @@
-"""Batch samplers that batch samples of similar length, by number of samples or of tokens.
+"""Batch samplers that group samples of similar length. A batch has a number of samples or of tokens.
 
-exp makes a batch sampler for each split, and seeds the generators from (seed, split, epoch) before each epoch.
+exp makes a batch sampler for each split. Before each epoch, it seeds the generators from (seed, split, epoch).
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ LENGTHS = "lengths"
 
 
 class LengthBuckets(Sampler[list[int]]):
-    """Batches of samples whose lengths are in one bucket. Each bucket ends with a short batch.
+    """Batches of samples of similar length: the samples are divided by length into buckets, and a batch is from one
+    bucket.
+
+    The last batch of a bucket may have fewer samples.
 
     Args:
-        data_source: A split.
-        batch_size: The samples of a global batch, by default data.batch_size.
-        shuffle: Whether the samples of a bucket and the batches are shuffled. exp sets it in training.
-        drop_last: Whether the short batches of training are left out.
+        data_source: The split to sample from.
+        batch_size: The number of samples in a global batch. The default is data.batch_size.
+        shuffle: Whether to shuffle the samples in each bucket, and the batches. exp passes True for training.
+        drop_last: Whether to drop the short last batch of each bucket. exp passes True only for training.
         buckets: The number of buckets, which have about the same number of samples.
-        lengths: The length of each sample of the split or of the whole data.dataset. None takes the data set's
-            `lengths`, or reads every sample once.
-        entry: The entry of a sample whose length counts.
+        lengths: The length of each sample of the split or of the whole data.dataset. None reads the data set's
+            attribute `lengths`; without this attribute, every sample is read once.
+        entry: The name of the value of a sample that has the length.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: As in lengths_of.
+        ConfigError: The number of lengths is wrong, or the entry has no length.
     """
 
     def __init__(
@@ -70,22 +73,22 @@ class LengthBuckets(Sampler[list[int]]):
 
 
 class TokenBatches(Sampler[list[int]]):
-    """Batches with a limited number of tokens, including padding: the samples times the length of the longest.
+    """Batches with a limited number of tokens, including padding.
 
-    Samples are sorted by length, which minimizes padding. In training, samples of one length and the batches are
-    shuffled.
+    The number of tokens is the number of samples times the length of the longest sample. Samples are sorted by length,
+    which minimizes padding. In training, samples of equal length are shuffled, and so are the batches.
 
     Args:
-        data_source: As in LengthBuckets.
-        tokens: The most tokens of a global batch, over all ranks.
-        shuffle: As in LengthBuckets.
-        max_samples: The most samples of a batch; None for no limit.
-        lengths: As in LengthBuckets.
-        entry: As in LengthBuckets.
-        inputs: As in LengthBuckets.
+        data_source: The split to sample from.
+        tokens: The maximum number of tokens in a global batch, over all ranks.
+        shuffle: Whether to shuffle. exp passes True for training.
+        max_samples: The maximum number of samples in a batch; None for no limit.
+        lengths: The length of each sample; see LengthBuckets.
+        entry: The name of the value of a sample that has the length.
+        inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: A sample is longer than a batch.
+        ConfigError: A sample has more than `tokens` tokens, or the lengths are invalid.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class TokenBatches(Sampler[list[int]]):
             raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more")
         self.sizes: list[int] = []
         count = 0
-        # Lengths increase, so that each sample is the longest of its batch so far.
+        # The lengths are sorted, so the current sample is the longest of its batch.
         for length in self.lengths.sort().values.tolist():
             if count and ((count + 1) * length > tokens or count == max_samples):
                 self.sizes.append(count)
@@ -133,6 +136,12 @@ def shuffle_batches(batches: Sequence[list[int]]) -> list[list[int]]:
 def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inputs: Sequence[str]) -> Tensor:
     """Return the length of each sample along its first axis, int64 `[N]`.
 
+    Args:
+        part: The split.
+        given: The lengths from the config; None to read them from the data.
+        entry: The name of the value of a sample that has the length.
+        inputs: The names of a sample's values.
+
     Raises:
         ConfigError: The number of lengths is wrong, or the entry has no length.
     """
@@ -140,7 +149,7 @@ def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inp
         return sample_numbers(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
     if (found := attribute_values(part, LENGTHS)) is not None:
         return found.long()
-    # Several inputs may have other names.
+    # If data.inputs has no name `input`, the first input replaces the default entry.
     name = inputs[0] if entry == "input" and inputs and entry not in inputs else entry
 
     def pick(sample: object) -> int:

@@ -1,6 +1,7 @@
-"""Transforms of a whole batch on the device, which mix its samples in pairs.
+"""Transforms that mix the samples of a batch in pairs, on the device.
 
-Each rank mixes its own share. exp seeds the generators from (seed, rank, epoch, batch) before each batch.
+Each rank mixes only the samples that it reads. exp seeds the generators from (seed, rank, epoch, batch) before each
+batch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from exp.errors import RunError
 
 
 class _Mix(ABC):
-    """The base of both: draws a share from Beta(alpha, alpha), and mixes targets as the inputs.
+    """Base class of Mixup and CutMix. Inputs and targets are mixed by a weight drawn from Beta(alpha, alpha).
 
     Args:
-        alpha: 1 draws shares uniformly; less draws them near 0 and 1.
-        num_classes: The number of classes of targets `[B]` that are class numbers. They become probabilities `[B, V]`,
-            which the loss must support, as torch.nn.CrossEntropyLoss does. None for numbers to predict.
+        alpha: The parameter of the Beta distribution. 1 draws weights uniformly; smaller values draw weights near 0 and
+            1.
+        num_classes: The number of classes if targets are class numbers `[B]`; None if targets are numbers to predict.
+            Class numbers become probabilities `[B, V]`. The loss must accept probabilities, as
+            torch.nn.CrossEntropyLoss does.
     """
 
     def __init__(self, *, alpha: Annotated[float, Gt(0)] = 1.0, num_classes: int | None = None) -> None:
@@ -52,7 +55,13 @@ class _Mix(ABC):
 
     @abstractmethod
     def mix(self, input: Tensor, other: Tensor, share: float) -> tuple[Tensor, float]:
-        """Return the mixed inputs, and the share of `input` in them."""
+        """Return the mixed inputs, and the weight of `input` in them, from 0 to 1.
+
+        Args:
+            input: The inputs of the batch.
+            other: The same inputs in a random order.
+            share: The weight drawn for `input`, from 0 to 1.
+        """
 
     def _soft(self, target: Tensor) -> Tensor:
         if not is_whole(target):
@@ -66,7 +75,9 @@ class _Mix(ABC):
 
 
 class Mixup(_Mix):
-    """Mixes each sample with another: share * input + (1 - share) * other, and its target in the same way.
+    """Mixes each sample with a random sample of the batch: share * input + (1 - share) * other.
+
+    Targets are mixed likewise.
 
     Zhang, Cisse, Dauphin and Lopez-Paz, mixup: Beyond Empirical Risk Minimization, 2018.
     """
@@ -76,8 +87,9 @@ class Mixup(_Mix):
 
 
 class CutMix(_Mix):
-    """Replaces a box of each picture `[B, ..., H, W]` by that of another. Targets are mixed by area.
+    """Replaces a box of each picture `[B, ..., H, W]` by the same box of a random picture of the batch.
 
+    Targets are mixed in proportion to the areas.
     Yun et al., CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features, 2019.
     """
 
@@ -94,6 +106,11 @@ class CutMix(_Mix):
 
 
 def _span(length: int, share: float) -> tuple[int, int]:
-    """Return the start and stop of a piece of about this share of a length, around a random middle."""
+    """Return the start and stop of an interval around a random center, clipped to 0 and `length`.
+
+    Args:
+        length: The length of the axis, in pixels.
+        share: The length of the interval before clipping, as a fraction of `length`.
+    """
     middle, half = int(torch.randint(length, ())), round(length * share) / 2
     return max(0, math.floor(middle - half)), min(length, math.floor(middle + half))

@@ -17,13 +17,13 @@ from exp.shared_types import Stage
 
 @dataclass(kw_only=True)
 class Batching:
-    """The samples of each global batch.
+    """The settings that decide which samples form each global batch.
 
     Args:
         parts: The splits by stage.
-        batch_size: The samples of a global batch.
-        shuffle: Whether the training samples are shuffled.
-        drop_last: Whether a short last batch of training is left out.
+        batch_size: The number of samples in a global batch.
+        shuffle: Whether to shuffle the training samples.
+        drop_last: Whether to drop a short last batch of training.
         seed: The seed of the run.
         order: The samples that data.sampler draws; None if each sample is read once.
         sampled: The batches of data.batch_sampler, by stage.
@@ -50,7 +50,7 @@ class Batching:
                 raise self._no_batch(samples_in(part))
 
     def of(self, stage: Stage) -> EpochBatches:
-        """Return the global batches of a split that is not a stream."""
+        """Return the global batches of a split. The split must not be an IterableDataset."""
         if stage in self.sampled:
             return self.sampled[stage]
         train, part = stage == "train", self.parts[stage]
@@ -72,16 +72,16 @@ class Batching:
         inputs: Sequence[str],
         num_classes: int | None,
     ) -> None:
-        """Let samplers choose the samples and the batches.
+        """Set the sampler or the batch sampler of the config.
 
         Args:
             sampler: The value of data.sampler.
             batch_sampler: The value of data.batch_sampler.
             inputs: The names of a sample's values.
-            num_classes: The number of classes of the data.
+            num_classes: The number of classes; None if targets are not classes.
 
         Raises:
-            ConfigError: A sampler is not supported with the data, or with the other sampler.
+            ConfigError: A sampler does not support the data, or both samplers are given.
         """
         if sampler is not None and batch_sampler is not None:
             got, expected = "a batch sampler, and data.sampler", "one of the two: a batch sampler chooses samples, too"

@@ -1,4 +1,4 @@
-"""Texts of a file as numbers, words and missing values, the same in every format."""
+"""Conversion of the texts in a file to numbers, words and missing values. Every file format uses the same rules."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Missing:
     """The texts and numbers that mean a missing value.
 
     Args:
-        texts: The texts.
-        numbers: The numbers, which match in any spelling.
-        decimal: The decimal sign, here and in the file.
+        texts: The texts that mean a missing value.
+        numbers: The numbers that mean a missing value, in any spelling: -1 also matches -1.0.
+        decimal: The decimal sign of numbers, in the file and in `texts`.
     """
 
     texts: frozenset[str]
@@ -29,7 +29,7 @@ class Missing:
 
     @classmethod
     def of(cls, values: Iterable[object], *, decimal: DecimalSign = ".") -> Missing:
-        """Return the missing values of an option. An empty text is always one of them."""
+        """Return the missing values of a config option. An empty text is always a missing value."""
         given = [value if isinstance(value, str) else str(text_of(value)).replace(".", decimal) for value in values]
         numbers = (finite_number(text, decimal=decimal) for text in given)
         return cls(frozenset(["", *given]), frozenset(number for number in numbers if number is not None), decimal)
@@ -41,12 +41,14 @@ class Missing:
 
 
 class WordCodes(dict[str, int]):
-    """A code for each text: words are numbered from 0 in order of appearance, and a missing one is -1.
+    """A dictionary of the code of each text.
 
-    All spellings of a number have one code.
+    Words are numbered from 0 in order of appearance; a missing value has the code -1.
+
+    All spellings of a number, such as 1 and 1.0, have the same code.
 
     Attributes:
-        words: The words by code. A number has its first spelling, with a decimal point.
+        words: The words in the order of their codes. A number has its first spelling, with a decimal point.
     """
 
     def __init__(self, missing: Missing) -> None:
@@ -67,7 +69,7 @@ class WordCodes(dict[str, int]):
 
 
 def number_in(text: str, *, decimal: str = ".") -> float:
-    """Return the number that a text contains, in ASCII digits without separators.
+    """Return the number that a text contains. Only ASCII digits without separators are accepted.
 
     Args:
         text: The text.
@@ -82,7 +84,7 @@ def number_in(text: str, *, decimal: str = ".") -> float:
 
 
 def finite_number(text: str, *, decimal: str = ".") -> float | None:
-    """Return the finite number that a text contains, or None."""
+    """Return the finite number that a text contains; None if the text contains no finite number."""
     try:
         number = number_in(text, decimal=decimal)
     except ValueError:
@@ -91,7 +93,7 @@ def finite_number(text: str, *, decimal: str = ".") -> float | None:
 
 
 def word_key(word: str) -> Decimal | str:
-    """Return a key that is equal for all spellings of a word, such as 1 and 1.0.
+    """Return a key that is equal for all spellings of a number, such as 1 and 1.0, and different for different words.
 
     A number with leading zeros, such as a postal code, is a word.
     """
@@ -101,7 +103,10 @@ def word_key(word: str) -> Decimal | str:
 
 
 def text_of(value: object) -> str | None:
-    """Return the text of a value as a CSV file would have it, so that 3 and 3.0 are one word. None for nan."""
+    """Return the text that a CSV file would contain for a value; None for None and nan.
+
+    3 and 3.0 have the same text.
+    """
     if value is None or value != value:
         return None
     if isinstance(value, float | np.floating):

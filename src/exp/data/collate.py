@@ -1,4 +1,4 @@
-"""Batches of samples whose tensors vary in size."""
+"""Collate functions for samples with tensors of different sizes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ Collate = Callable[[Any], Any]
 
 
 class Pad:
-    """Pads the tensors of a batch at the end to the size of the largest.
+    """Pads the tensors of a batch at the end, to the size of the largest tensor.
 
-    Tensors, arrays and lists of numbers are padded. torch's function batches the other entries of a sample.
+    Tensors, arrays and lists of numbers are padded. torch's default_collate batches the other values of a sample.
 
     Args:
-        padding_value: The number that is appended, for all entries or by entry name. The default is 0, and -100 for a
-            target of class numbers, which torch's losses ignore.
-        masks: New entries of the batch, each with the name of a padded entry: bool `[B, T]`, true for data along the
-            first axis.
-        lengths: New entries, each with the name of a padded entry: int64 `[B]`, the lengths along the first axis.
-        length: The fixed length of the first axis by entry name. Other entries are as long as their longest sample.
+        padding_value: The number to append, for all entries or by entry name. The default is 0. For a target of class
+            numbers, the default is -100, because torch's losses ignore this label.
+        masks: Masks to add to the batch: a mapping of new names to padded entries. A mask is bool `[B, T]`, and true at
+            the positions of the first axis that contain data.
+        lengths: Lengths to add to the batch: a mapping of new names to padded entries. The lengths of the first axis
+            are int64 `[B]`.
+        length: The fixed length of the first axis, by entry name. The other entries are as long as their longest
+            sample.
     """
 
     def __init__(
@@ -46,17 +48,27 @@ class Pad:
         self.inputs: Sequence[str] = ()
 
     def of(self, inputs: Sequence[str]) -> Pad:
-        """Return the function for samples whose values have the names of data.inputs, without those that it adds."""
+        """Return a copy of this function for named samples.
+
+        Args:
+            inputs: The names in data.inputs. The names of masks and lengths are removed, because samples do not have
+                them.
+        """
         made = copy.copy(self)
         made.inputs = self.sample_names(inputs)
         return made
 
     def sample_names(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of inputs that samples have."""
+        """Return the names of inputs that samples have: all except masks and lengths."""
         return tuple(name for name in inputs if name not in self.masks and name not in self.lengths)
 
     def __call__(self, samples: Sequence[object]) -> object:
-        """Raise ConfigError for the name of an unknown entry, and SampleError for tensors that cannot be padded."""
+        """Return the batch of a list of samples.
+
+        Raises:
+            ConfigError: An option names an entry that does not exist.
+            SampleError: The tensors cannot be padded to one size.
+        """
         first = samples[0]
         if not self.inputs and isinstance(first, tuple | list) and len(first) > 2:
             inputs_in(first)  # raises the error of values without names
@@ -90,7 +102,7 @@ class Pad:
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
 
     def _pad(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Return `[B, ...]` of tensors `[...]`. Each axis is as long as the longest."""
+        """Return tensors `[...]` as one padded tensor `[B, ...]`. Each axis is as long as the longest tensor."""
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
@@ -113,7 +125,12 @@ class Pad:
 
 
 def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str]) -> Collate:
-    """Return the function that makes batches from the value of data.collate. inputs: The names in data.inputs."""
+    """Return the function that makes a batch from a list of samples.
+
+    Args:
+        collate: The value of data.collate; None for torch's default_collate.
+        inputs: The names in data.inputs.
+    """
     if collate is None:
         return default_collate
     found = Pad() if isinstance(collate, str) else collate
@@ -121,7 +138,7 @@ def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str
 
 
 def is_padded(value: object) -> bool:
-    """Return whether a value of a sample has a length: a tensor, an array or a list of numbers."""
+    """Return whether a value of a sample can be padded: a tensor or an array with an axis, or a list of numbers."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     if isinstance(value, list | tuple):

@@ -29,18 +29,18 @@ from exp.errors import raise_errors
 if TYPE_CHECKING:
     import pyarrow
 
-# The endings of files whose values have types. Any other file is CSV.
+# The endings of file formats that store the types of values. A file with any other ending is read as CSV.
 TYPED = (".parquet", ".jsonl", ".npz", ".npy")
 
 
 class ColumnSource(Source):
-    """Columns in memory, with values of any type.
+    """Columns in memory with values of any type.
 
     Args:
-        file: The file, for messages.
-        columns: The columns by name, of one length.
+        file: The file that the columns are from, for error messages.
+        columns: The columns by name, all of the same length.
         missing_values: The texts that mean a missing value.
-        decimal: The decimal sign of a number that is a text.
+        decimal: The decimal sign of numbers that are stored as text.
 
     Raises:
         ConfigError: The values of a column are arrays.
@@ -79,9 +79,9 @@ def open_source(
 
     Args:
         file: The file.
-        dialect: The form of a CSV file; None for the defaults.
-        missing_values: The texts that mean a missing value. None means MISSING_VALUES in a CSV file, and no text in a
-            file whose values have types.
+        dialect: The delimiter, decimal sign and header of a CSV file; None for the defaults.
+        missing_values: The texts that mean a missing value. None means MISSING_VALUES for a CSV file. None means no
+            text for the other formats, because they can store nulls.
 
     Raises:
         ConfigError: The file cannot be read, or has no rows.
@@ -102,15 +102,20 @@ def open_source(
 def parquet_source(
     file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] | None = None
 ) -> Source:
-    """Return the columns of a Parquet file with any ending; see open_source."""
+    """Return the columns of a Parquet file.
+
+    The ending of the file is not checked. See open_source for the arguments.
+    """
     return ColumnSource(file=file, columns=arrow_columns(read_parquet(file)), missing_values=missing_values or ())
 
 
 def read_columns(file: Path) -> dict[str, Values]:
-    """Return the columns of a file by name, of one length. The array of a .npy file is `input`.
+    """Return the columns of a file by name, all of the same length.
+
+    A .npy file contains a single array, which is named `input`.
 
     Raises:
-        ConfigError: The file does not exist, cannot be read, is of another format, or has no rows.
+        ConfigError: The file does not exist, cannot be read, has an unsupported format, or has no rows.
     """
     _require_file(file)
     columns: dict[str, Values]
@@ -132,10 +137,10 @@ def read_columns(file: Path) -> dict[str, Values]:
 
 
 def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> dict[str, Values]:
-    """Return columns of a file by name, with the values of the file, such as the text 007 of a CSV file.
+    """Return columns of a file by name, with unconverted values. The text 007 in a CSV file stays 007.
 
     Raises:
-        ConfigError: A column does not exist, at the key `keep`; or as in open_source.
+        ConfigError: A column does not exist, which is reported at the config key `keep`, or the file cannot be read.
     """
     _require_file(file)
     columns: dict[str, Values]
@@ -159,7 +164,10 @@ def _require_file(file: Path) -> None:
 
 
 def _records(file: Path) -> dict[str, Values]:
-    """Return the columns of a JSON object on each line. A value that a line lacks is None."""
+    """Return the columns of a file with a JSON object on each line.
+
+    If a line does not have a key, the value is None.
+    """
     try:
         records = [record.columns() for record in JsonLines(file).records()]
     except SampleError as error:
@@ -178,7 +186,7 @@ def read_parquet(file: Path) -> pyarrow.Table:
     from pyarrow import ArrowException, parquet
 
     try:
-        # An open file: from a path, pyarrow would add columns with the names of the folders.
+        # pyarrow receives an open file, because from a path it would add a column for each folder named key=value.
         with file.open("rb") as raw:
             table = parquet.read_table(raw)
     except (ArrowException, OSError) as error:
@@ -188,7 +196,10 @@ def read_parquet(file: Path) -> pyarrow.Table:
 
 
 def arrow_columns(table: pyarrow.Table) -> dict[str, Values]:
-    """Return the columns of a table: arrays of numbers and dates, lists of other values and of columns with nulls."""
+    """Return the columns of a table by name.
+
+    Numbers and dates become arrays. Other values become lists, and so do integers and booleans with nulls.
+    """
     from pyarrow import timestamp, types
 
     found: dict[str, Values] = {}

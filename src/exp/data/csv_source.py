@@ -18,19 +18,19 @@ from exp.data.source import Readers, Source, Values
 if TYPE_CHECKING:
     from _csv import Reader
 
-# Characters of the lines that are parsed together.
+# The number of characters that are read and parsed at once.
 CHARACTERS = 2**20
 MISSING_VALUES = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The form of a CSV file.
+    """The delimiter, decimal sign and header of a CSV file.
 
     Args:
-        delimiter: The sign between values.
-        decimal: The decimal sign of a number.
-        header: Whether the first line names the columns.
+        delimiter: The character between values.
+        decimal: The decimal sign of numbers.
+        header: Whether the first line has the names of the columns.
     """
 
     delimiter: str = ","
@@ -39,23 +39,23 @@ class Dialect:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Dialect:
-        """Return the form that the options of a data set state."""
+        """Return the dialect of a data set's options in the config. Missing options have their default."""
         return cls(**{one.name: options[one.name] for one in fields(cls) if one.name in options})
 
 
 class CsvSource(Source):
-    """The columns of a CSV file, which is read again for each request. Empty lines are left out.
+    """The columns of a CSV file. Empty lines are skipped.
 
-    NumPy parses the lines, eight times as fast as the csv module and Python's float. The csv module reads lines with
-    quotation marks, and lines that NumPy cannot read.
+    The file is read again for each request. NumPy parses the lines eight times as fast as the csv module and Python's
+    float. The csv module parses lines with quotation marks, and lines that NumPy cannot read.
 
     Args:
         file: The file.
-        dialect: The form of the file; None for commas and a header.
+        dialect: The delimiter, decimal sign and header; None for commas, decimal points and a header.
         missing_values: The texts that mean a missing value.
 
     Raises:
-        ConfigError: Two columns have one name, or the file has no rows.
+        ConfigError: Two columns have the same name, the file has no rows, or the decimal sign is also the delimiter.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CsvSource(Source):
         return f"line {line} of {self.file}"
 
     def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the line on which each row ends, and the texts of the row.
+        """Yield the rows as pairs: the number of the line on which the row ends, and the texts of the row.
 
         Raises:
             ConfigError: Rows differ in length, or the file is not CSV in UTF-8.
@@ -107,10 +107,15 @@ class CsvSource(Source):
                 raise
 
     def _parse(self, lines: Sequence[str], readers: Readers, plain: Sequence[int]) -> np.ndarray | None:
-        """Return the numbers of whole lines, float64 `[n, columns of the file]`.
+        """Return the numbers of lines, float64 `[n, columns of the file]`; None if NumPy cannot parse the lines.
 
-        Returns None for lines that NumPy cannot read, or reads differently than the csv module, and if a number in
-        `plain` is missing.
+        None is also returned if NumPy would parse the lines differently than the csv module, or if a number in `plain`
+        is not finite.
+
+        Args:
+            lines: The lines.
+            readers: The functions that convert the texts of columns to numbers, by column number.
+            plain: The columns of plain numbers.
         """
         if self.dialect.delimiter == " " or not lines[0].strip() or '"' in "".join(lines):
             return None
@@ -126,7 +131,7 @@ class CsvSource(Source):
         return found if found.shape[1] == len(self.names) and np.isfinite(found[:, [*plain]]).all() else None
 
     def _split(self, lines: Sequence[str], after: TextIO, columns: Sequence[int]) -> Sequence[Values]:
-        """Return the texts of columns. The last row of the lines may end in a line of `after`."""
+        """Return the texts of each column. Lines are read from `after` if the last row continues in the next line."""
         reader, rows = rows_of(chain(lines, after), delimiter=self.dialect.delimiter), list[list[str]]()
         while reader.line_num < len(lines) and (row := next(reader, None)) is not None:
             rows += [row] if row else []
@@ -151,7 +156,7 @@ class CsvSource(Source):
 
 
 def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
-    """Return the csv module's reader of lines, the same for every CSV file."""
+    """Return a reader of the csv module with the settings that exp uses for every CSV file."""
     return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
 
 

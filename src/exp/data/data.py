@@ -1,4 +1,4 @@
-"""The data of a run: its train, val and test splits, their shapes, and one rank's loader of each."""
+"""The data of a run: the train, val and test splits, the shapes of their samples, and the loader of each rank."""
 
 from __future__ import annotations
 
@@ -34,67 +34,70 @@ from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
 
 
 class Data:
-    """Data sets for train, val and test, and how they are batched.
+    """Data sets for training, validation and test, and the settings of their batches.
 
-    Data in memory (torch's TensorDataset, or any data set with `gather(indices)`) is batched by index. Any other
-    Dataset, an IterableDataset, and data with transforms are read sample by sample with torch's DataLoader.
+    Data in memory is batched by index: torch's TensorDataset, and any data set with `gather(indices)`. torch's
+    DataLoader reads all other data sets sample by sample, and also data in memory with transforms.
 
     Args:
-        dataset: One data set, which is divided into splits.
-        train: A data set for the training split, instead of a part of `dataset`.
-        val: The same for the validation split.
-        test: The same for the test split.
+        dataset: A data set that is divided into splits.
+        train: The data set of the training split. It replaces the training split of `dataset`.
+        val: The data set of the validation split.
+        test: The data set of the test split.
         parts: The size of each split of `dataset`: a fraction, or a whole number of samples.
-        parts_seed: The seed of the splits. It differs from the run's seed, so that runs with other seeds have the same
-            test split.
-        split: Rules for the splits; see split_rules.SplitRules.
-        batch_size: The samples of a global batch, over all ranks.
-        shuffle: Whether training samples are shuffled by (seed, epoch).
-        drop_last: Whether the short last batch of training is left out.
-        sampler: The samples of a training epoch: a sampler of torch's kind, made with the split as `data_source`, or
-            `balanced`, which draws each class equally often. None takes each sample once.
-        batch_sampler: The samples of each global batch in every split: a batch sampler of torch's kind, made with the
+        parts_seed: The seed that divides `dataset`. It is independent of `seed`, so that runs with different seeds have
+            the same test split.
+        split: Rules that divide `dataset`; see split_rules.SplitRules.
+        batch_size: The number of samples in a global batch, over all ranks.
+        shuffle: Whether to shuffle the training samples by (seed, epoch).
+        drop_last: Whether to drop a short last batch of training.
+        sampler: A sampler class of torch's kind that chooses the training samples. It receives the split as
+            `data_source`. `balanced` draws each class equally often. None reads each sample once.
+        batch_sampler: A batch sampler class of torch's kind that chooses the batches of every split. It receives the
             split as `data_source`. None takes batch_size consecutive samples.
-        num_workers: As in DataLoader.
-        pin_memory: As in DataLoader; None for true with a CUDA device.
-        prefetch_factor: As in DataLoader.
-        persistent_workers: As in DataLoader.
-        multiprocessing_context: As in DataLoader.
-        shuffle_buffer: The number of samples among which the order of a stream is random.
-        transforms: Applied in order to the input of each sample, or to the entries that their parameters name.
-        train_transforms: The same before `transforms`, in training only.
-        eval_transforms: The same before `transforms`, in validation, test and prediction.
-        batch_transforms: The same for a rank's share of a batch, on its device.
-        train_batch_transforms: The same before `batch_transforms`, in training only.
-        collate: Returns the batch of a list of samples. `pad` pads tensors to one size (exp.data.collate.Pad); None
-            for torch's function.
-        inputs: A shape and a dtype for each input by name, if samples have several inputs or another one than `input`.
-            null in a shape is a length that varies. For samples that are tuples, the names in their order.
-        input_shape: As in DataSpec. None reads it, and the next three, from the data.
-        input_dtype: As in DataSpec.
-        num_classes: As in DataSpec.
-        num_outputs: As in DataSpec.
-        input_mean: The mean of normalized pictures, one number or one for each channel, with which the pictures are
-            shown. A pixel is from 0 (black) to 1 (white), and an input is (pixel - mean) / std.
-        input_std: The deviation; see input_mean.
-        ignored_labels: Integer targets outside the classes that losses ignore; other such labels are errors. None for
-            every ignore_index of the objective and the metrics, and torch's, -100.
-        keeps_doubles: Whether float64 samples stay float64, for a run in fp64. Otherwise they become float32, unless
-            input_dtype or inputs state float64.
-        earlier: Returns the statistics of the training split from the checkpoint of a resumed run. None computes them.
-        keeps_raw: Whether splits that are Raw are also kept unprepared, in the attribute `raw`.
+        num_workers: See torch's DataLoader.
+        pin_memory: See torch's DataLoader. None pins memory if there is a CUDA device.
+        prefetch_factor: See torch's DataLoader.
+        persistent_workers: See torch's DataLoader.
+        multiprocessing_context: See torch's DataLoader.
+        shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset.
+        transforms: Transforms of each sample, applied in order. A transform with one parameter receives the input. A
+            transform with several parameters receives the sample's values of these names.
+        train_transforms: Transforms of each training sample, applied before `transforms`.
+        eval_transforms: Transforms of each sample in validation, test and prediction, applied before `transforms`.
+        batch_transforms: Transforms of the samples that a rank reads of a batch, on the rank's device.
+        train_batch_transforms: Transforms of training batches, applied before `batch_transforms`.
+        collate: The function that makes a batch from a list of samples. `pad` pads tensors to one size
+            (exp.data.collate.Pad). None uses torch's default_collate.
+        inputs: The shape and dtype of each input by name. Required if samples have several inputs, or an input with
+            another name than `input`. null in a shape is a length that varies. If samples are tuples, the names are in
+            their order.
+        input_shape: See DataSpec. None reads the shape from the data.
+        input_dtype: See DataSpec. None reads the dtype from the data.
+        num_classes: See DataSpec. None reads the number from the data.
+        num_outputs: See DataSpec. None reads the number from the data.
+        input_mean: The mean that was subtracted from pixels, a number or one for each channel. TensorBoard needs it to
+            show pictures. A pixel is from 0 (black) to 1 (white), and an input is (pixel - mean) / std.
+        input_std: The standard deviation that divided the pixels; see input_mean.
+        ignored_labels: Labels outside the classes that losses ignore. All other labels outside the classes are errors.
+            None takes every ignore_index of the objective and the metrics, and torch's default, -100.
+        keeps_doubles: Whether float64 samples stay float64. If False, they become float32, unless input_dtype or inputs
+            state float64.
+        earlier: A function that returns the statistics of the training split from the checkpoint of a resumed run. None
+            computes the statistics.
+        keeps_raw: Whether to keep unprepared splits in the attribute `raw`.
         seed: The seed of the run.
 
     Attributes:
         loading: The splits and the settings of their batches.
-        spec: The shapes, dtypes and classes.
-        rounded: The entries of a sample that are float64 and become float32.
-        fitted: The statistics of the training split, such as means, words or classes, which checkpoints store.
+        spec: The shapes, dtypes and number of classes of the samples.
+        rounded: The names of a sample's float64 values that become float32.
+        fitted: The statistics of the training split that checkpoints store, such as means, words or classes.
         notes: Notes on the data, one line each.
-        raw: The unprepared splits by stage.
+        raw: The unprepared splits by stage. Empty unless `keeps_raw` is true.
 
     Raises:
-        ConfigError: A setting does not fit the data.
+        ConfigError: A setting does not match the data.
     """
 
     rounded: Sequence[str] = ()
@@ -162,7 +165,13 @@ class Data:
     def _prepare(
         self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None], keeps_raw: bool
     ) -> Mapping[Stage, AnyDataset]:
-        """Return the splits as a model receives them, and set `fitted`, `notes` and `raw`."""
+        """Return the prepared splits, for example standardized ones. Set `fitted`, `notes` and `raw`.
+
+        Args:
+            raw: The unprepared splits by stage.
+            earlier: Returns the statistics of a resumed run, or None.
+            keeps_raw: Whether to keep unprepared splits.
+        """
         self.fitted = fit(raw, earlier=earlier)
         self.raw = {stage: part for stage, part in raw.items() if keeps_raw and isinstance(part, Raw)}
         prepared = prepare(raw, self.fitted)
@@ -171,7 +180,7 @@ class Data:
         return prepared
 
     def _decide(self, declared: DataSpec, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
-        """Read the spec from the data, check the labels, and choose the samples of the batches."""
+        """Read the spec from the data, check the labels, and set the samplers."""
         self.spec = self._spec(declared)
         self.loading.labels = replace(self.loading.labels, classes=self.spec.num_classes)
         self.loading.check_labels()
@@ -185,15 +194,20 @@ class Data:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of a sample's values, before it is part of a batch."""
+        """The names of a sample's values before collation.
+
+        Names that the collate function adds, such as masks, are not included.
+        """
         return self.loading.names
 
     def part(self, stage: Stage) -> Any:
-        """Return the data set of one stage. Raise RunError if the stage has none."""
+        """Return the split of a stage. Raise RunError if the stage has no split."""
         return self.loading.part(stage)
 
     def loader(self, stage: Stage, *, rank: int = 0, world_size: int = 1) -> Loader:
-        """Return one rank's batches of one stage. Training is shuffled by (seed, epoch), other stages are in order.
+        """Return the loader of a stage for one rank.
+
+        Training is shuffled by (seed, epoch); other stages are read in order.
 
         Raises:
             RunError: The stage has no split.
@@ -201,19 +215,29 @@ class Data:
         return self.loading.loader(stage, rank=rank, world_size=world_size)
 
     def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
-        """Return samples as Raw.in_own_units; empty for data that is not raw, and with transforms."""
+        """Return samples before standardization, by entry name; see Raw.in_own_units.
+
+        The result is empty for splits that are not Raw, and if transforms change the samples.
+        """
         is_changed = not self.loading.is_indexed(stage) or self.transforms_batches(stage)
         return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 
     def transforms_batches(self, stage: Stage) -> bool:
-        """Return whether the batches of a stage are transformed on the device."""
+        """Return whether a stage has batch transforms, which run on the device."""
         return bool(self.loading.transforms.of_batch(stage))
 
     def transform_batch(self, batch: Batch, *, stage: Stage, rank: int, epoch: int, number: int) -> Batch:
-        """Return a rank's share of a batch after the batch transforms of its stage, with seeded generators.
+        """Return a batch after the batch transforms of its stage. The generators are seeded for this batch.
+
+        Args:
+            batch: The samples that this rank reads of a global batch.
+            stage: The stage.
+            rank: The rank.
+            epoch: The epoch, from 0.
+            number: The number of the batch in the epoch, from 0.
 
         Raises:
-            UserCodeError: A transform of the user fails.
+            UserCodeError: A user's transform fails.
             ExpError: A transform of exp does not support the batch.
         """
         reseed_batch(seed=self.seed, stage=stage, rank=rank, epoch=epoch, batch=number)
@@ -225,13 +249,14 @@ class Data:
             raise UserCodeError.of(error, what=f"transforming batch {number} of {stage}") from error
 
     def first_samples(self, stage: Stage, *, seconds: float) -> object:
-        """Return the first samples of a stage as a batch for the check: at most one batch, and at most 64 samples.
+        """Return the first samples of a stage as a batch, for the check before a run.
 
-        All samples of data in memory are returned. The result is None for a user's stream, which may be read only once.
+        The batch has at most data.batch_size and at most 64 samples. Data in memory is returned completely. The result
+        is None for a user's IterableDataset, because it may be readable only once.
 
         Args:
             stage: The stage.
-            seconds: The time after which no further sample is read.
+            seconds: The time in seconds after which no more samples are read.
 
         Raises:
             SampleError: A label is outside the classes, or the samples cannot be batched.
@@ -265,16 +290,25 @@ class Data:
 
 
 def form_of(inputs: Mapping[str, object] | None, declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
-    """Return the form of batches: pairs, unless the config names inputs. float64 stays if the config states it."""
+    """Return the conversion of batches for the network.
+
+    Args:
+        inputs: The value of data.inputs. Its names become the names of the inputs.
+        declared: The spec of the config. If it states float64, float64 is kept.
+        keeps_doubles: Whether float64 is kept in any case.
+    """
     dtypes = [declared.input_dtype, *(one.dtype for one in declared.inputs.values())]
     return BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:
-    """Return whether batches are made in pinned memory. None means yes with a CUDA device.
+    """Return whether to make batches in pinned memory.
+
+    Args:
+        wanted: The value of data.pin_memory; None for true if there is a CUDA device.
 
     Raises:
-        ConfigError: Pinned memory is requested without a CUDA device.
+        ConfigError: Pinned memory is requested, and there is no CUDA device.
     """
     available = torch.cuda.is_available()
     if wanted and not available:

@@ -13,10 +13,10 @@ from exp.spelling import among, did_you_mean, show
 
 
 class SampleError(RunError):
-    """A sample that cannot be used. The check before a run reports it as an error of the config.
+    """An error in a sample. The check before a run reports it as an error of the config.
 
     Args:
-        error: The error at the config key that fixes it.
+        error: The details, with the config key to change.
     """
 
     def __init__(self, error: ErrorDetails) -> None:
@@ -25,35 +25,35 @@ class SampleError(RunError):
 
 
 def data_detail(key: str, *, got: str, expected: str, fix: str | None = None, subject: str = "") -> ErrorDetails:
-    """Return an error at a key.
+    """Return the details of an error in the config's `data` section.
 
     Args:
         key: The key below `data.`; empty for `data` itself.
-        got: As in ErrorDetails.
-        expected: As in ErrorDetails.
-        fix: As in ErrorDetails.
-        subject: As in ErrorDetails.
+        got: See ErrorDetails.
+        expected: See ErrorDetails.
+        fix: See ErrorDetails.
+        subject: See ErrorDetails.
     """
     return ErrorDetails(f"data.{key}" if key else "data", got, expected, fix, subject=subject)
 
 
 def data_error(key: str, *, got: str, expected: str, fix: str | None = None, subject: str = "") -> ConfigError:
-    """Return the ConfigError of a single error; see data_detail."""
+    """Return a ConfigError with a single error; see data_detail for the arguments."""
     return ConfigError([data_detail(key, got=got, expected=expected, fix=fix, subject=subject)])
 
 
 def sample_error(key: str, *, got: str, expected: str, fix: str | None = None) -> SampleError:
-    """Return the error of a sample; see data_detail."""
+    """Return a SampleError; see data_detail for the arguments."""
     return SampleError(data_detail(key, got=got, expected=expected, fix=fix))
 
 
 def name_error(key: str, name: str, names: Collection[str], *, expected: str) -> ConfigError:
-    """Return the error of a name that is not one of `names`."""
+    """Return a ConfigError for an unknown name. Its fix proposes the closest of `names`."""
     return data_error(key, got=name, expected=expected, fix=name_fix(name, names), subject=name)
 
 
 def file_error(file: Path | str, reason: object, expected: str, *, key: str = "dataset.path") -> ConfigError:
-    """Return the error of a file that cannot be read, with the first line of the reason."""
+    """Return a ConfigError for a file that cannot be read. The message has the first line of `reason`."""
     line = next(iter(str(reason).splitlines()), type(reason).__name__)
     return data_error(key, got=f"{file} ({line})", expected=expected)
 
@@ -65,19 +65,25 @@ def require_sample(count: int, file: Path | str, *, key: str = "dataset.path") -
 
 
 def require_equal_lengths(lengths: Mapping[str, int | None], file: Path | str, *, key: str = "dataset.path") -> None:
-    """Raise ConfigError if the arrays of a file differ in length. The length of a single number is None."""
+    """Raise ConfigError if the arrays of a file differ in length.
+
+    Args:
+        lengths: The length of each array by name; None for a single number, which is always an error.
+        file: The file, for the message.
+        key: The config key below `data.`.
+    """
     if len(set(lengths.values())) > 1 or None in lengths.values():
         got = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise data_error(key, got=f"{file}, where {got}", expected="as many samples in each array")
 
 
 def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
-    """Raise ConfigError with an error for each column that a file does not have.
+    """Raise ConfigError with one error for each column that does not exist in a file.
 
     Args:
         file: The file, for messages.
         names: The columns of the file.
-        wanted: The columns that each option of the data set names.
+        wanted: The columns to check, by the option of the data set that names them.
     """
     pairs = [(option, str(name)) for option, given in wanted.items() for name in given]
     errors = (
@@ -89,15 +95,20 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
 
 
 def name_fix(name: str, names: Collection[str]) -> str | None:
-    """Return a fix that proposes the closest name, or lists the names; None without names."""
+    """Return a fix that proposes the closest of `names`, or lists `names`; None if `names` is empty."""
     return did_you_mean(name, names) or (f"There is: {among(sorted(names), word=name)}" if names else None)
 
 
 def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     """Return an entry of the training split's statistics.
 
+    Args:
+        fitted: The statistics of the training split.
+        name: The name of the entry.
+        part: The split to prepare, for the message.
+
     Raises:
-        ConfigError: The training split is of another kind than this one.
+        ConfigError: The statistics have no such entry, because the training split has a different class than `part`.
     """
     if name in fitted:
         return fitted[name]
@@ -107,13 +118,13 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
 
 
 def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset._target_") -> None:
-    """Raise ConfigError if the package that a feature needs is not installed.
+    """Raise ConfigError if a package is not installed.
 
     Args:
         package: The package.
-        feature: The feature, for the message.
+        feature: The feature that needs the package, for the message.
         extra: The extra of exp that installs the package.
-        key: The key that requests the feature.
+        key: The config key below `data.` that requests the feature.
     """
     if not is_installed(package):
         got, _, fix = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
@@ -121,10 +132,10 @@ def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset
 
 
 def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
-    """Return the errors of data.parts.
+    """Return the errors in data.parts.
 
     Args:
-        sizes: The size of each split: a number of samples, or a fraction. Fractions add up to 1 at most.
+        sizes: The size of each split: a number of samples, or a fraction. The sum of the fractions is at most 1.
     """
     errors = []
     fractions = 0.0

@@ -17,12 +17,15 @@ log = logging.getLogger(__name__)
 
 
 def data_file(path: str, *, directory: str) -> Path:
-    """Return the file at a path, in the current folder or the data directory. Raise ConfigError without it."""
+    """Return the file at a path in the current folder or in `directory`. Raise ConfigError if there is no such file."""
     return _place(path, directory, Path.is_file, "file")
 
 
 def data_folder(path: str, *, directory: str) -> Path:
-    """Return the folder at a path, in the current folder or the data directory. Raise ConfigError without it."""
+    """Return the folder at a path in the current folder or in `directory`.
+
+    Raise ConfigError if there is no such folder.
+    """
     return _place(path, directory, Path.is_dir, "folder")
 
 
@@ -38,15 +41,15 @@ def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: st
 
 
 def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = "dataset.files") -> list[Path]:
-    """Return the files of one or several patterns, sorted by name.
+    """Return the files that match one or several glob patterns, sorted by path.
 
     Args:
         files: The patterns; None for the top level of Python's standard library.
-        directory: The folder that is searched after the current one.
+        directory: The folder that is searched if a pattern matches no file in the current folder.
         key: The config key below `data.` that has the patterns.
 
     Raises:
-        ConfigError: A pattern finds no file.
+        ConfigError: A pattern matches no file.
     """
     if files is None:
         files = f"{sysconfig.get_path('stdlib')}/*.py"
@@ -64,17 +67,17 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
 def shipped_columns(
     loader: str, *files: str, delimiter: str | None = ",", skip_lines: int = 0, **options: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the features `[rows, columns]` and the targets `[rows]` of a data set of scikit-learn, float64.
+    """Return the features `[rows, columns]` and targets `[rows]` of a data set that scikit-learn ships, both float64.
 
     The files are read without importing scikit-learn, because the import may take longer than a whole run on digits. If
-    the files have moved, scikit-learn is imported and this is logged.
+    the files are not found, scikit-learn is imported, and a warning is logged.
 
     Args:
-        loader: The function in sklearn.datasets.
-        files: The files in scikit-learn's data folder, whose columns are joined. The target is the last column.
-        delimiter: The sign between values.
-        skip_lines: The lines before the values.
-        options: Arguments of the function.
+        loader: The name of the function in sklearn.datasets.
+        files: The files in scikit-learn's data folder. Their columns are joined, and the last column is the target.
+        delimiter: The character between values.
+        skip_lines: The number of lines before the values.
+        options: Keyword arguments of the function in sklearn.datasets.
     """
     package = importlib.util.find_spec("sklearn")
     for place in (package.submodule_search_locations or []) if package else []:

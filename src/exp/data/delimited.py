@@ -1,4 +1,4 @@
-"""Tables from CSV files, and from files whose columns have types."""
+"""Tables from CSV files, and from .parquet, .jsonl and .npz files."""
 
 from __future__ import annotations
 
@@ -24,39 +24,40 @@ IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it from the tr
 
 
 class Csv(Table):
-    """A table from a CSV file, with a column to predict, or several.
+    """A table from a CSV file, with one or several columns to predict.
 
-    Samples are those of Table. Several numbers to predict are one target, float32 `[K]`. Targets by name become entries
-    with these names, and a sample is a mapping. Columns without a name, such as an index that pandas wrote, are left
-    out.
+    See Table for the samples. Several numbers to predict are one target, float32 `[K]`. Targets with names become
+    entries of a sample, which is a mapping. Columns without a name, such as an index that pandas wrote, are left out.
 
-    A file that ends in .parquet, .jsonl or .npz has columns with types. Integers, floats, decimals and booleans are
-    numbers. Dates and times are days since 1970, also if `dates` does not name them. Nulls and nan are missing.
+    Files that end in .parquet, .jsonl or .npz store the type of each column. Integers, floats, decimals and booleans
+    are numbers. Dates and times become days since 1970, even if `dates` does not list them. Nulls and nan are missing
+    values.
 
     Args:
         path: The file, relative to the current folder or to `directory`.
-        target: The column to predict, by name, or by number from 0 without a header; a list of numeric columns; or a
-            mapping of names to either, such as {kind: species, size: [length, width]}.
-        task: "classification", whose labels may be any words, or "regression". For targets by name also one for each,
-            {kind: classification, size: regression}.
-        directory: The folder in which the path is looked up after the current one.
-        delimiter: The sign between values of a CSV file.
-        decimal: The decimal sign of a number that is a text.
-        header: Whether the first line of a CSV file names the columns.
+        target: The column to predict, by name, or by number from 0 if there is no header. Also a list of numeric
+            columns, or a mapping of target names to columns or lists, such as {kind: species, size: [length, width]}.
+        task: "classification", with any words as labels, or "regression". If targets have names, also a task for each
+            target, such as {kind: classification, size: regression}.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        delimiter: The character between values of a CSV file.
+        decimal: The decimal sign of numbers that are stored as text.
+        header: Whether the first line of a CSV file has the names of the columns.
         categorical: The columns of words.
-        dates: The columns of dates in ISO 8601, or {when: "%d.%m.%Y"}. A date becomes a number of days.
+        dates: The columns of dates in ISO 8601, or a mapping of columns to formats, such as {when: "%d.%m.%Y"}. A date
+            becomes a number of days.
         ignore: The columns to leave out.
-        missing_values: The texts that mean a missing value, in addition to an empty one. None takes the usual ones in a
-            CSV file, and no others in a file whose columns have types.
-        impute: As in Table; None makes a missing value an error.
-        encoding: As in Table.
-        standardise: As in Table.
+        missing_values: The texts that mean a missing value, in addition to an empty text. None means NA, N/A, NaN, null
+            and None for a CSV file, and no texts for the other formats.
+        impute: See Table. None makes a missing value an error.
+        encoding: See Table.
+        standardise: See Table.
 
     Raises:
-        ConfigError: The file or a column does not exist, or a value does not fit its column.
+        ConfigError: The file or a column does not exist, or a value does not match its column.
     """
 
-    # Returns the columns of a file.
+    # The function that opens the file; subclasses replace it.
     reader: Callable[..., Source] = staticmethod(open_source)
 
     def __init__(
@@ -122,10 +123,12 @@ class Csv(Table):
         )
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return a column that is not an input, which is read from the file again; None for a missing value.
+        """Return the texts of a column that is not an input; None for a missing value.
+
+        The column is read from the file again.
 
         Raises:
-            ConfigError: The column does not exist, or is an input; at `key`.
+            ConfigError: The column does not exist, or is an input. The error is reported at `key`.
         """
         if name in (*self.columns, *self.words):
             fix = f"Add {name} to data.dataset.ignore"
@@ -135,7 +138,7 @@ class Csv(Table):
 
 
 def date_forms(dates: Sequence[Name] | Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the format of each column of dates by name; None for ISO 8601."""
+    """Return the date format of each column by name; None means ISO 8601."""
     return dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
 
 
@@ -145,7 +148,7 @@ def _by_name(target: Targets) -> dict[str, list[Name]]:
 
 
 def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
-    """Return the task of each target.
+    """Return the task of each target by name.
 
     Raises:
         ConfigError: A target has no task or no column, a class has several columns, or a task has no target.
@@ -169,7 +172,15 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
 def _targets(
     source: Source, found: Columns, targets: Mapping[str, Sequence[int]], tasks: Mapping[str, Task], *, first: int
 ) -> Iterator[tuple[str, np.ndarray | Words]]:
-    """Yield the values of each target. first: The position of the first number to predict."""
+    """Yield the name and the values of each target.
+
+    Args:
+        source: The file.
+        found: The columns that were read.
+        targets: The column numbers of each target.
+        tasks: The task of each target.
+        first: The position in `found.numbers` of the first number to predict.
+    """
     for name, columns in targets.items():
         if tasks[name] == "regression":
             yield name, found.numbers[:, first : first + len(columns)]

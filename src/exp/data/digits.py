@@ -8,8 +8,8 @@ import torch
 from exp.data.dataset_files import shipped_columns
 from exp.data.in_memory import Tensors
 
-# About the mean and the standard deviation of the pixels, which are 0 to 16. Round numbers contain no statistics of a
-# split.
+# About the mean and the standard deviation of the pixels, which are 0 to 16. The constants are rounded, so that they
+# leak no statistics of the test split.
 CENTRE, SPREAD = 5.0, 6.0
 
 

@@ -1,4 +1,4 @@
-"""Access to the entries of a sample or a batch by name: the inputs of a network, and the target."""
+"""Access to the entries of a sample or a batch by name. The entries are the inputs of a network and the target."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchForm:
-    """The form in which batches reach the network: entries by name, and float64 as float32.
+    """Converts batches for the network: inputs get names, and float64 becomes float32.
 
     Args:
         names: The names of the inputs; see by_name.
-        keeps_doubles: Whether float64 and complex128 stay.
+        keeps_doubles: Whether float64 and complex128 keep their dtype.
     """
 
     names: tuple[str, ...] = ()
     keeps_doubles: bool = False
 
     def __call__(self, data: object) -> object:
-        """Return a batch in this form. Raise ConfigError for more or fewer values than names."""
+        """Return the converted batch. Raise ConfigError if the number of values and the number of names differ."""
         named = by_name(data, self.names)
         return named if self.keeps_doubles else map_tensors(named, _single)
 
     def rounded_entries(self, data: object) -> list[str]:
-        """Return the entries of an unconverted batch that become float32."""
+        """Return the names of the entries that this conversion rounds to float32, for an unconverted batch."""
         entries = {} if self.keeps_doubles else named_entries(data, self.names)
         return [name for name, value in entries.items() if isinstance(value, Tensor) and value.dtype in SINGLE]
 
@@ -47,10 +47,11 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
 
     Args:
         data: The sample or batch.
-        names: The names of the inputs in the order of a tuple, data.inputs. Without names, only mappings have names.
+        names: The names of the inputs from data.inputs, in the order of the values of a tuple. If empty, only mappings
+            have names.
 
     Raises:
-        ConfigError: There are more or fewer values than names.
+        ConfigError: The number of values and the number of names differ.
     """
     if isinstance(data, Mapping):
         return data
@@ -70,7 +71,12 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
 
 
 def named_entries(data: object, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the values of a sample or batch by name, `input` and `target` of a pair. names: As in by_name."""
+    """Return the values of a sample or batch by name. The values of a pair are named `input` and `target`.
+
+    Args:
+        data: The sample or batch.
+        names: The names of the inputs; see by_name.
+    """
     named = by_name(data, names)
     if isinstance(named, Mapping):
         return named
@@ -82,17 +88,19 @@ def _single(tensor: Tensor) -> Tensor:
 
 
 def target_in(data: object) -> object:
-    """Return the target of a sample or batch; None without one."""
+    """Return the target of a sample or batch; None if there is no target."""
     if isinstance(data, Mapping):
         return data.get(TARGET)
     return data[1] if isinstance(data, tuple | list) and len(data) > 1 else None
 
 
 def inputs_in(data: object) -> dict[str, Tensor]:
-    """Return the input tensors of a batch by name. The input of a pair, or a single tensor, is `input`.
+    """Return the input tensors of a batch by name.
+
+    The name is `input` for the input of a pair, and for a single tensor.
 
     Raises:
-        ConfigError: The batch has no input tensor.
+        ConfigError: The batch has no input tensor, or is a tuple of more than two values.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
         expected = "the names of all values except the target, which is the last"

@@ -1,4 +1,4 @@
-"""The inputs and the target of a sample, from the columns of a record."""
+"""Conversion of records to samples: columns become inputs and a target."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from exp.data.source import NAMELESS, Task
 from exp.data.value_names import ValueNames
 from exp.spelling import among, did_you_mean, show
 
-# A column, several columns that are one row, or a mapping of input names to either.
+# The columns of one input: a column, or several columns of numbers that form a row.
 Names: TypeAlias = str | Sequence[str]
 Inputs: TypeAlias = Names | Mapping[str, Names]
 NumberDtype = Literal["float32", "float64", "int64", "bool"]
-# The dtypes of networks by NumPy's kind. Integers other than bytes are int64.
+# The dtype of a tensor by the kind of its NumPy dtype.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
 NUMBERS_FIX = (
     "Fill in a missing value, or remove the record; leave a column of texts out of data.dataset.inputs: "
@@ -39,11 +39,11 @@ CLASS_FIX = "Name the classes in their order, data.dataset.classes=[...], or wri
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """An input of a sample.
+    """The columns and the dtype of an input.
 
     Args:
         columns: The columns of a record.
-        is_row: Whether the columns are single numbers, a row `[F]`.
+        is_row: Whether the columns are single numbers that form a row `[F]`.
         dtype: The dtype of the tensor.
     """
 
@@ -54,11 +54,11 @@ class Field:
 
 @dataclass(frozen=True)
 class Row:
-    """A record and its place in the data.
+    """A record, and its position in the data.
 
     Args:
         record: The values by column.
-        place: The place, for messages.
+        place: The position for messages, such as "line 3 of data.jsonl".
     """
 
     record: Mapping[str, object]
@@ -72,7 +72,7 @@ class Row:
             key: The config key below `data.dataset.` that names the column.
 
         Raises:
-            SampleError: The record lacks the column, or the value is missing.
+            SampleError: The record does not have the column, or the value is missing.
         """
         if column not in self.record:
             got, fix = f"{column}, which {self.place} does not have", name_fix(column, list(self.record))
@@ -85,7 +85,7 @@ class Row:
         return value
 
     def number(self, column: str, key: str) -> int | float:
-        """Return the number of a column. Raise SampleError as `value`, and for other values."""
+        """Return the number of a column. Raise SampleError if the value is missing or not a number."""
         value = self.value(column, key)
         is_missing = isinstance(value, str) and value.strip() in MISSING_VALUES
         number = None if is_missing else plain_number(value)
@@ -94,7 +94,10 @@ class Row:
         return number
 
     def array(self, column: str, key: str) -> np.ndarray:
-        """Return the numbers of a column. Raise SampleError as `value`, and for lists of unequal length."""
+        """Return the numbers of a column as an array.
+
+        Raise SampleError for other values, and for nested lists of unequal length.
+        """
         try:
             array = np.asarray(self.value(column, key))
         except ValueError:
@@ -104,7 +107,7 @@ class Row:
         return array
 
     def no_number(self, column: str, key: str) -> SampleError:
-        """Return the error of a value that is missing, or not a number."""
+        """Return the error for a value that is missing or not a number."""
         value = self.record[column]
         got = show(value) if value is None or is_single(value) else f"a {type(value).__name__}"
         got = f"{got} in {column} of {self.place}"
@@ -112,25 +115,27 @@ class Row:
 
 
 class Fields:
-    """Makes samples from records: mappings of columns to numbers, texts, lists, arrays and bytes of pictures.
+    """Makes samples from records. A record maps columns to numbers, texts, lists, arrays or bytes of pictures.
 
-    A sample is (input, target) with one input, otherwise a mapping of the inputs' names and `target`. Single numbers
-    become a row, float32 `[F]`. Arrays keep their shape. Their floating numbers and bytes become float32, other
-    integers int64; booleans stay. Pictures become float32 `[C, H, W]`.
+    A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
+    `target`.
+
+    Dtypes: Single numbers become a row, float32 `[F]`. Arrays keep their shape; their floating numbers and bytes become
+    float32, their other integers int64, and booleans stay bool. Pictures become float32 `[C, H, W]`.
 
     Args:
-        inputs: A column; several columns, which are one `input` if they are single numbers, otherwise an input each; or
-            a mapping of input names to columns. None for all columns with a name except the target.
-        target: The column to predict; several are a row of numbers `[K]`; None if there is nothing to predict.
-        task: "classification", with targets that are class numbers or names of `classes`; or "regression", float32
-            `[K]`.
-        classes: The names of the classes, in the order of their numbers; None if targets are numbers.
-        dtypes: The dtypes of inputs by name that the first record does not show, such as float32 for integers.
-        scale: A factor on bytes; 0.00392 for pixels between 0 and 1.
-        picture: The form of pictures.
+        inputs: A column, several columns, or a mapping of input names to columns. Several columns of single numbers are
+            one input, named `input`. Several columns of arrays are an input each. None takes all named columns except
+            the target.
+        target: The column to predict. Several columns are a row of numbers `[K]`. None if there is nothing to predict.
+        task: "classification", with class numbers or names of `classes` as targets, or "regression", float32 `[K]`.
+        classes: The names of the classes in the order of their numbers; None if targets are numbers.
+        dtypes: The dtypes of inputs by name. An input without a dtype has the dtype of the first record.
+        scale: The factor by which arrays of bytes are multiplied; 0.00392 maps pixels to 0 to 1.
+        picture: The size, mode and normalization of pictures.
 
     Raises:
-        ConfigError: A class occurs twice, or options do not fit the task.
+        ConfigError: A class occurs twice, or the options do not match the task.
     """
 
     def __init__(
@@ -159,12 +164,12 @@ class Fields:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are read."""
+        """The columns of a record that samples are made from."""
         return tuple(dict.fromkeys([name for one in self.fields.values() for name in one.columns] + [*self.targets]))
 
     @property
     def value_names(self) -> ValueNames:
-        """The columns of rows, and the classes."""
+        """The names of columns for each input that is a row, and the names of the classes."""
         columns = {name: one.columns for name, one in self.fields.items() if one.is_row}
         return ValueNames(
             columns={**columns, TARGET: self.targets} if len(self.targets) > 1 else columns,
@@ -172,15 +177,18 @@ class Fields:
         )
 
     def columns_to_read(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
-        """Return the columns to read. Raise ConfigError for a column that does not exist.
+        """Return the columns to read.
 
         Args:
-            names: The existing columns.
-            where: Their place, for messages.
+            names: The columns that exist.
+            where: The file or data set with these columns, for messages.
+
+        Raises:
+            ConfigError: A column does not exist, or there is no input column.
         """
         if self.inputs is None:
             others = [name for name in names if name not in self.targets and not NAMELESS.fullmatch(name)]
-            # json.label is a part of json.
+            # json.label is an element of the column json, which is already included.
             found = [name for name in others if name.partition(".")[0] not in {*names} - {name}]
         else:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
@@ -191,11 +199,11 @@ class Fields:
         return tuple(dict.fromkeys([*found, *self.targets]))
 
     def of_record(self, first: Mapping[str, object], *, where: str) -> Self:
-        """Return the fields with the form that each input has in the first record.
+        """Return a copy of these fields, completed with the shapes and dtypes of the first record.
 
         Args:
             first: The columns to read of the first record.
-            where: Its place, for messages.
+            where: The position of the first record, for messages.
 
         Raises:
             ConfigError: `dtypes` names an unknown input.
@@ -220,10 +228,10 @@ class Fields:
 
         Args:
             record: The values by column.
-            where: The place of the record, for messages.
+            where: The position of the record, for messages.
 
         Raises:
-            SampleError: A column does not exist, or a value is missing or does not fit its column.
+            SampleError: A column does not exist, or a value is missing or does not match its column.
         """
         row = Row(record, where)
         entries = {name: self._input(name, field, row) for name, field in self.fields.items()}
@@ -292,17 +300,21 @@ class Fields:
 
 
 def is_single(value: object) -> bool:
-    """Return whether a value is one number or text, not an array, list or picture."""
+    """Return whether a value is a single number or text. Arrays, lists and pictures are not."""
     return isinstance(value, str | int | float | complex | np.generic) or (
         isinstance(value, np.ndarray) and not value.ndim
     )
 
 
 def picture_of(value: object) -> Image | Path | io.BytesIO | None:
-    """Return a picture of pillow, or its file: from bytes, or from a mapping of `bytes` and `path`."""
+    """Return the picture in a value: a pillow image, a path, or a file of bytes; None if the value is not a picture.
+
+    Args:
+        value: A pillow image, a path, bytes, or a mapping of `bytes` and `path` as in Hugging Face data sets.
+    """
     if isinstance(value, Mapping) and {"bytes", "path"} >= set(value):
         held, path = value.get("bytes"), value.get("path")
-        # pillow reads a URL as the name of a file, which does not exist.
+        # A URL is not downloaded: pillow reports it as a file that does not exist.
         value = held if isinstance(held, bytes) else Path(path) if isinstance(path, str) else None
     if isinstance(value, bytes):
         return io.BytesIO(value)
@@ -310,12 +322,11 @@ def picture_of(value: object) -> Image | Path | io.BytesIO | None:
 
 
 def as_tuple(columns: Names) -> tuple[str, ...]:
-    """Return one or several columns as a tuple."""
     return (columns,) if isinstance(columns, str) else tuple(columns)
 
 
 def plain_number(value: object) -> int | float | None:
-    """Return a number, also from a text; None for any other value."""
+    """Return the number in a value or in its text; None if there is no number."""
     if isinstance(value, np.generic | np.ndarray) and not np.ndim(value):
         value = value.item()
     if isinstance(value, str):

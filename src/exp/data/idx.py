@@ -1,4 +1,4 @@
-"""MNIST and data sets of its format: images and labels in IDX files, plain or compressed."""
+"""Data sets in the IDX format of MNIST. Images and labels are in IDX files, plain or compressed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from exp.data.dataset_files import data_folder
 from exp.data.in_memory import Tensors
 
 FILES = {"train": "train", "test": "t10k"}
-# The dtypes of an IDX file by its third byte. Numbers of several bytes are big-endian.
+# The dtype by the third byte of an IDX file. Numbers of several bytes are big-endian.
 DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 class Idx(Tensors):
-    """Images float32 `[1, H, W]`, normalized pixels between 0 and 1, and classes, int64.
+    """Images float32 `[1, H, W]` from 0 to 1 before normalization, and int64 classes.
 
-    The format of MNIST, FashionMNIST and KMNIST. Nothing is downloaded.
+    MNIST, FashionMNIST and KMNIST have this format. Nothing is downloaded.
 
     Args:
-        path: The folder of train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-            t10k-labels-idx1-ubyte, each with or without .gz, relative to the current folder or to `directory`.
-        part: "train" or "test", which is t10k.
-        directory: The folder in which the path is looked up after the current one.
-        mean: The mean of the pixels, which is subtracted.
-        std: The deviation of the pixels, which divides them.
+        path: The folder of the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
+            t10k-labels-idx1-ubyte, with or without .gz. The path is relative to the current folder or to `directory`.
+        part: "train", or "test" for the t10k files.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        mean: The mean that is subtracted from the pixels.
+        std: The standard deviation that divides the pixels.
 
     Raises:
-        ConfigError: A file does not exist, or has another format.
+        ConfigError: A file does not exist, or is not an IDX file.
     """
 
     def __init__(
@@ -57,10 +57,12 @@ class Idx(Tensors):
 
 
 def read_idx(file: Path) -> np.ndarray:
-    """Return the array of an IDX file: two zero bytes, a dtype, the number of axes, their sizes, and the numbers.
+    """Return the array of an IDX file.
+
+    The file has two zero bytes, a dtype, the number of axes, the sizes of the axes, and the numbers.
 
     Raises:
-        ConfigError: The file has another format, or is truncated.
+        ConfigError: The file is not an IDX file, or is truncated.
     """
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -79,7 +81,7 @@ def read_idx(file: Path) -> np.ndarray:
 
 
 def _file(folder: Path, name: str) -> Path:
-    # Some copies have a dot instead of the dash.
+    # Some published copies have a dot instead of the last dash: train-images.idx3-ubyte.
     names = [f"{name}-ubyte", f"{name}-ubyte.gz", f"{name.replace('-idx', '.idx')}-ubyte"]
     for one in names:
         if (folder / one).is_file():

@@ -1,4 +1,7 @@
-"""Pictures in files: a folder for each class, or a table of paths and targets. They are decoded when they are read."""
+"""Pictures in files, from a folder for each class or from a CSV file of paths and targets.
+
+A sample is decoded when read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# The most pictures whose headers are read before the run, evenly spaced.
+# The maximum number of picture headers that are read before the run. The pictures are evenly spaced.
 LOOKED_AT = 2000
 # Folders that file managers, network drives and archives create next to pictures.
 JUNK = (
@@ -49,19 +52,25 @@ FITTED = "images"
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures float32 `[C, H, W]`, and a target: a class, int64 `[]`, or a number, float32 `[1]`.
+    """Pictures float32 `[C, H, W]` with a target: a class, int64 `[]`, or a number, float32 `[1]`.
 
-    Before the run, the headers of 2,000 pictures are checked. Other pictures are checked when they are read.
+    Before the run, the headers of at most 2,000 pictures are checked. The others are checked when they are read.
 
     Args:
-        path: A folder with a folder for each class, or with folders train, val and test of class folders; or a CSV file
-            with a column of paths relative to the file. Relative to the current folder or to `directory`.
-        directory: The folder in which the path is looked up after the current one.
-        target: The column of a CSV file to predict.
-        picture: The column of a CSV file with the paths.
-        task: As in Csv.
-        resize: As in PictureForm, and so are `crop`, `mode`, `mean`, `std` and `background`.
-        any_size: Whether pictures may differ in size, because transforms unify it.
+        path: A folder with one folder for each class, or with folders train, val and test of class folders. Also a CSV
+            file with a column of paths, which are relative to the CSV file. `path` is relative to the current folder or
+            to `directory`.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        target: The column of the CSV file to predict.
+        picture: The column of the CSV file with the paths.
+        task: "classification" or "regression"; see Csv.
+        resize: See PictureForm.
+        crop: See PictureForm.
+        mode: See PictureForm.
+        mean: See PictureForm.
+        std: See PictureForm.
+        any_size: Whether pictures may differ in size. Set it if transforms resize them to one size.
+        background: See PictureForm.
 
     Raises:
         ConfigError: A picture does not exist, cannot be read, or differs in size or mode, or there are fewer than two
@@ -110,18 +119,22 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return part
 
     def _join(self) -> None:
-        """Join the pictures of all splits, with the class numbers of the training split."""
+        """Concatenate the pictures of all splits. Classes are numbered as in the training split."""
         fitted = self.own_parts["train"].fit()
         parts = [part.prepare(fitted) for part in self.own_parts.values()]
         self.files, self.classes = [file for part in parts for file in part.files], parts[0].classes
         self.targets = torch.cat([part.targets for part in parts])
 
     def fit(self) -> Fitted:
-        """Return the names of the classes, in order."""
+        """Return the names of the classes in the order of their numbers."""
         return {FITTED: {"classes": list(self.classes)}}
 
     def prepare(self, fitted: Fitted) -> Images:
-        """Return the pictures with the class numbers of the training split. Raise ConfigError for a class not in it."""
+        """Return these pictures with the class numbers of the training split.
+
+        Raises:
+            ConfigError: A class does not exist in the training split.
+        """
         known: list[str] = fitted_entry(fitted, FITTED, part=self)["classes"]
         unknown = [name for name in self.classes if name not in known]
         if unknown:
@@ -138,14 +151,18 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.classes) or None
 
     def select(self, indices: Tensor) -> Self:
-        """Return these pictures as a data set."""
+        """Return the pictures at indices as a data set."""
         part = copy.copy(self)
         part.files = [self.files[index] for index in indices.tolist()]
         part.targets, part.indices = self.targets[indices], indices
         return part
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return a column of the CSV file that lists the pictures. Raise ConfigError at `key` without such a column."""
+        """Return the texts of a column of the CSV file that lists the pictures.
+
+        Raises:
+            ConfigError: The pictures are in folders, or the column does not exist. The error is reported at `key`.
+        """
         if self.listing is None:
             expected = "pictures that a CSV file lists"
             raise data_error(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
@@ -159,7 +176,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
     def _look(self) -> None:
-        """Raise ConfigError for a file that is not a picture, and for mixed modes or sizes."""
+        """Raise ConfigError if a file is not a picture, or if pictures differ in mode or size."""
         modes: dict[str, list[str]] = {}
         sizes: dict[tuple[int, int], list[str]] = {}
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
@@ -205,11 +222,11 @@ class RandomFlip:
 
 
 class RandomCrop:
-    """Cuts a random piece of a picture `[C, H, W]`.
+    """Cuts a random rectangle from a picture `[C, H, W]`.
 
     Args:
-        size: The pixels of a square, or [H, W].
-        padding: The pixels that are first added around the picture.
+        size: The side of a square in pixels, or [H, W].
+        padding: The number of zero pixels that are added on each side before cropping.
     """
 
     def __init__(self, *, size: int | Sequence[int], padding: int = 0) -> None:
@@ -226,12 +243,15 @@ class RandomCrop:
 
 
 def pictures_below(folder: str | Path) -> Iterator[str]:
-    """Yield the pictures in a folder, at any depth, sorted by name, without hidden files, JUNK and links to folders."""
+    """Yield the paths of the pictures in a folder and its subfolders, sorted by name.
+
+    Hidden files, folders named in JUNK, and links to folders are skipped.
+    """
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=operator.attrgetter("name")):
             if entry.name.startswith("."):
                 continue  # such as .ipynb_checkpoints, and ._name.png of macOS
-            # scandir knows the type. A system call for each file would double the time.
+            # scandir returns the type of each entry. A system call for each file would double the time.
             if entry.is_dir(follow_symlinks=False):
                 if entry.name.casefold() not in JUNK:
                     yield from pictures_below(entry.path)
@@ -240,7 +260,7 @@ def pictures_below(folder: str | Path) -> Iterator[str]:
 
 
 def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
-    """Return the pictures of all class folders, the class of each, and the sorted names of the classes.
+    """Return the pictures of all class folders, the class number of each picture, and the sorted names of the classes.
 
     Raises:
         ConfigError: A class has no picture, or there are fewer than two classes.
@@ -261,10 +281,10 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 
 
 def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
-    """Return the folders train, val and test of class folders; empty if these names are classes.
+    """Return the folders of the splits train, val and test; empty if folders with these names are classes.
 
     Raises:
-        ConfigError: Two folders are the same split, or a folder of class folders is not a split.
+        ConfigError: Two folders are the same split, or another folder of class folders is next to the splits.
     """
     folders = [one for one in _folders_in(folder) if _folders_in(one)]
     named = [(stage, one) for stage, names in PART_NAMES.items() for one in folders if one.name.casefold() in names]
@@ -280,7 +300,7 @@ def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    # scandir knows the type. A system call for each file of a class would take long.
+    # scandir returns the type of each entry, which avoids a system call for each file of a class.
     with os.scandir(folder) as entries:
         found = [Path(one.path) for one in entries if not one.name.startswith(".") and one.is_dir()]
     return sorted(one for one in found if one.name.casefold() not in JUNK)

@@ -1,4 +1,4 @@
-"""Data sets in memory, and their loader, which reads several batches with one tensor of indices."""
+"""Data sets in memory, and their loader. The loader reads several batches with one tensor of indices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from exp.shared_types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
 AnyDataset: TypeAlias = "Dataset[object] | Indexed"
-# The statistics of the training split by name, tensors and plain values. Checkpoints store them.
+# Statistics of the training split by name: tensors and plain values, which checkpoints store.
 Fitted: TypeAlias = Mapping[str, Any]
 
-# Bytes gathered at once. Large enough to permute a small data set in one call, small enough for the cache: with 32 MiB,
-# new memory pages made batches of text seven times slower.
+# The number of bytes that are gathered at once. It suffices to permute a small data set in one call, and is small
+# enough for the cache: with 32 MiB, new memory pages made batches of text seven times slower.
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -38,12 +38,19 @@ class Indexed(Protocol):
         """Return the number of samples."""
 
     def gather(self, indices: Tensor) -> Entries:
-        """Return the samples at indices, int64 `[b]`: (input, target) of new tensors `[b, ...]`, or a mapping."""
+        """Return the samples at indices.
+
+        Args:
+            indices: The indices of b samples, int64 `[b]`.
+
+        Returns:
+            The pair (input, target), or a mapping, of new tensors `[b, ...]`.
+        """
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set of any library that returns samples by number."""
+    """A data set of any library that returns a sample by its index."""
 
     def __len__(self) -> int: ...
 
@@ -52,23 +59,30 @@ class Samples(Protocol):
 
 @runtime_checkable
 class EpochDependent(Protocol):
-    """Data in memory whose samples depend on the epoch, such as blocks of a text at another offset."""
+    """Data in memory that has different samples in each epoch, such as blocks of a text at another offset."""
 
     def at_epoch(self, *, seed: int, epoch: int) -> Indexed:
-        """Return the samples of an epoch of training. Their number is the same in each epoch."""
+        """Return the training samples of an epoch. Every epoch has the same number of samples."""
 
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A data set that defines its splits, if a random choice of samples would be wrong."""
+    """A data set that divides itself into splits.
+
+    Random samples would be a wrong split, for example for a time series.
+    """
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> Mapping[Stage, AnyDataset]:
-        """Return the splits by stage. sizes: Numbers of samples, or fractions of the whole."""
+        """Return the splits by stage.
+
+        Args:
+            sizes: The size of each split: a number of samples, or a fraction of the data set.
+        """
 
 
 @runtime_checkable
 class Selectable(Protocol):
-    """A data set from which samples can be selected."""
+    """A data set that can return a subset of its samples as a data set."""
 
     def select(self, indices: Tensor) -> AnyDataset:
         """Return the samples at indices, int64 `[n]`, as a data set of the same class."""
@@ -79,30 +93,44 @@ class Fittable(Protocol):
     """A split that is prepared with statistics of the training split, such as a mean or a vocabulary."""
 
     def fit(self) -> Fitted:
-        """Return the statistics, for the training split."""
+        """Return the statistics of this split. exp calls it for the training split only."""
 
     def prepare(self, fitted: Fitted) -> AnyDataset:
-        """Return this split as a model receives it. fitted: The statistics of this run or of an earlier run."""
+        """Return this split with prepared samples, for example standardized ones.
+
+        Args:
+            fitted: The statistics of the training split, computed in this run or read from a checkpoint.
+        """
 
 
 @runtime_checkable
 class Noted(Protocol):
-    """A split with notes for users, which are known after it is prepared."""
+    """A split with notes for users that are available once the split is prepared."""
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """Return the notes, one line each. fitted: As in Fittable."""
+        """Return the notes, one line each.
+
+        Args:
+            fitted: The statistics of the training split.
+            stage: The stage of this split.
+        """
 
 
 @runtime_checkable
 class Raw(Protocol):
-    """A split that can be shown in the units of its file."""
+    """A split that can return samples in the units of its file, before standardization."""
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the samples at indices before they are standardized, by entry. fitted: As in Fittable."""
+        """Return the samples at indices before they are standardized, by entry name.
+
+        Args:
+            indices: The indices, int64 `[b]`.
+            fitted: The statistics of the training split.
+        """
 
 
 class Gathered(Dataset[Entries], ABC):
-    """A data set that reads a sample as a batch of one."""
+    """Base class of data sets with `gather`. A single sample is read as a batch of one sample."""
 
     @abstractmethod
     def gather(self, indices: Tensor) -> Entries:
@@ -113,17 +141,18 @@ class Gathered(Dataset[Entries], ABC):
 
 
 class Tensors(Dataset[Entries]):
-    """Tensors of one length, a pair (input, target) or a mapping of names.
+    """Tensors of equal length as a data set: a pair (input, target), or a mapping of names to tensors.
 
     Args:
         entries: The tensors.
-        num_classes: The number of classes; None for a regression, or if it is unknown.
-        num_outputs: The numbers that a model returns for a sample; None if the classes or the target determine it.
+        num_classes: The number of classes; None for a regression, or if the number is unknown.
+        num_outputs: The number of values that a model returns for a sample. None if the classes or the target determine
+            it.
 
     Attributes:
-        indices: The numbers of the samples in the whole data set; None for the whole data set.
-        whole_length: The number of samples in the whole data set.
-        value_names: The names of columns and classes, for people.
+        indices: The indices of these samples in the data set from which they were selected; None without selection.
+        whole_length: The length of the data set from which these samples were selected; None without selection.
+        value_names: The names of columns and classes, for display.
     """
 
     indices: Tensor | None = None
@@ -147,7 +176,7 @@ class Tensors(Dataset[Entries]):
         return map_tensors(self.entries, lambda tensor: tensor.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Self:
-        """Return a copy of these samples as a data set of the same class."""
+        """Return a data set of the same class with copies of the samples at indices."""
         part = copy.copy(self)
         part.entries = self.gather(indices)
         part.indices, part.whole_length = indices, len(self)
@@ -155,7 +184,7 @@ class Tensors(Dataset[Entries]):
 
 
 class Selection(Gathered):
-    """Some samples of a data set in memory, without a copy."""
+    """A subset of a data set in memory that refers to the samples without copying them."""
 
     def __init__(self, *, source: Indexed, indices: Tensor) -> None:
         self.source = source
@@ -175,10 +204,10 @@ class Selection(Gathered):
 
 
 class IndexedLoader(Loader):
-    """Gathers the samples of this rank in the order of the epoch, a chunk of batches at a time.
+    """Loader that gathers the samples of this rank by index, a chunk of several batches at a time.
 
-    The edges of a chunk depend only on the number of the batch, so that a resumed run reads from the same addresses
-    within it. The last bit of a vectorized kernel may depend on the alignment of its operands.
+    The edges of a chunk depend only on batch numbers. A resumed run therefore reads a batch from the same offset in its
+    chunk. The alignment of operands matters, because it may change the last bit of a vectorized kernel's result.
     """
 
     sampler: ShareSampler
@@ -212,7 +241,7 @@ class IndexedLoader(Loader):
         chunk = self._chunk if isinstance(self.batches, GlobalBatches) else 1
         first = start - start % chunk
         spans = enumerate(self.batches.spans(epoch, first), first)
-        # The batches of a chunk have one size; a short last batch is a chunk of one.
+        # All batches of a chunk have the same size. A short last batch is a chunk with one batch.
         for _, several in itertools.groupby(spans, lambda pair: (pair[0] // chunk, pair[1][1] - pair[1][0])):
             numbered = list(several)
             (number, (begin, end)), (_, (_, stop)) = numbered[0], numbered[-1]
@@ -223,7 +252,7 @@ class IndexedLoader(Loader):
                 yield Batch(data, mine.size, size, self.sampler.world_size)
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
-        """Return the samples at indices as batches of `each`, which share one storage."""
+        """Return the samples at indices as batches of `each` samples. The batches are views of shared tensors."""
         entries = cast(Entries, self._form(gather_samples(dataset, indices, stage=self.stage)))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
@@ -245,14 +274,14 @@ def gather_samples(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entrie
 
 
 def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
-    """Return the name of a sample for messages, with its number in the whole data set."""
+    """Return a sample's name for messages: its index in the split, and its index in the whole data set."""
     indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
     within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
     return f"sample {index} of {stage}{within}"
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:
-    """Return torch's TensorDataset, or a Subset of one, as a data set in memory; any other data set unchanged."""
+    """Return a TensorDataset of torch, or its Subset, as a data set in memory. Return any other data set unchanged."""
     if type(dataset) is TensorDataset:
         return Tensors(entries=dataset.tensors)
     if type(dataset) is Subset:
@@ -263,7 +292,9 @@ def as_indexed(dataset: AnyDataset) -> AnyDataset:
 
 
 def samples_in(dataset: AnyDataset) -> int:
-    """Return the length of a data set, which torch's Dataset does not declare.
+    """Return the length of a data set.
+
+    The function exists because the type of torch's Dataset does not declare `__len__`.
 
     Raises:
         TypeError: The data set has no length.

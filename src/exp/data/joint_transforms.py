@@ -1,4 +1,4 @@
-"""Transforms of several entries of a sample or a batch, by name or all, as torchvision's v2."""
+"""Transforms of several entries of a sample or batch, chosen by parameter name, or all as in torchvision's v2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
 
 Transform = Callable[[Any], Any]
-# The transforms of a config key, in a list or by name.
+# The value of a config key such as data.transforms: a list, or a mapping of names to transforms.
 Transforms = Mapping[str, Transform] | Sequence[Transform] | None
 
 
@@ -31,15 +31,15 @@ class SampleTransform(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class JointTransform(SampleTransform):
-    """Calls a transform with the entries that its parameters name, and stores the result.
+    """Calls a transform with the entries that its parameter names select, and stores the returned values.
 
     The transform returns one value for each parameter, in order, or a mapping of changed or new entries.
 
     Args:
         transform: The transform.
         names: The names of the parameters.
-        inputs: The names of a sample's values, data.inputs.
-        key: The config key below `data.`.
+        inputs: The names of a sample's values, from data.inputs.
+        key: The config key below `data.`, for messages.
     """
 
     transform: Callable[..., object]
@@ -48,7 +48,12 @@ class JointTransform(SampleTransform):
     key: str
 
     def __call__(self, sample: object) -> object:
-        """Raise ConfigError for an unknown entry, and TypeError for another number of values."""
+        """Return the transformed sample.
+
+        Raises:
+            ConfigError: A parameter has the name of an entry that does not exist.
+            TypeError: The transform returns a wrong number of values.
+        """
         named = named_entries(sample, self.inputs)
         for name in self.names:
             if name not in named:
@@ -70,15 +75,15 @@ class JointTransform(SampleTransform):
 
 @dataclass(frozen=True, kw_only=True)
 class V2Transform(SampleTransform):
-    """Calls a transform of torchvision.transforms.v2 as torchvision does.
+    """Calls a transform of torchvision.transforms.v2 like torchvision does.
 
-    A sample with tv_tensors is passed as a whole, so that masks and boxes move with their picture. Otherwise the input
-    is passed. The transform of a batch receives the input and the target, which CutMix and MixUp mix.
+    A sample with tv_tensors is passed completely, so that masks and boxes change with their picture. For other samples,
+    only the input is passed. A batch transform such as CutMix or MixUp receives the input and the target.
 
     Args:
         transform: The transform.
-        is_batch: Whether it transforms batches.
-        inputs: The names of a sample's values, data.inputs.
+        is_batch: Whether the transform receives batches.
+        inputs: The names of a sample's values, from data.inputs.
     """
 
     transform: Callable[..., Any]
@@ -86,7 +91,11 @@ class V2Transform(SampleTransform):
     inputs: tuple[str, ...]
 
     def __call__(self, sample: object) -> object:
-        """Raise ConfigError for another entry of the picture's size that is not a tv_tensor."""
+        """Return the transformed sample or batch.
+
+        Raises:
+            ConfigError: Several plain tensors have the size of the picture. Only one of them would be transformed.
+        """
         if self.is_batch and isinstance(sample, Mapping) and sample.keys() >= {*PAIR}:
             return {**sample, **dict(zip(PAIR, self.transform(*(sample[name] for name in PAIR)), strict=True))}
         if self.is_batch and isinstance(sample, tuple | list) and len(sample) == len(PAIR):
@@ -124,7 +133,7 @@ class StageTransforms:
         """Return the transforms of the config.
 
         Args:
-            given: The values of the keys.
+            given: The transforms by config key.
             held: The names of a sample's values.
             names: The names of a batch's values.
         """
@@ -136,20 +145,20 @@ class StageTransforms:
         )
 
     def of(self, stage: Stage) -> tuple[Transform, ...]:
-        """Return the transforms of a sample."""
+        """Return the transforms of samples in a stage, in order."""
         own = "train_transforms" if stage == "train" else "eval_transforms"
         return (*self.steps[own], *self.steps["transforms"])
 
     def of_batch(self, stage: Stage) -> tuple[Transform, ...]:
-        """Return the transforms of a batch."""
+        """Return the transforms of batches in a stage, in order."""
         own = self.steps["train_batch_transforms"] if stage == "train" else ()
         return (*own, *self.steps["batch_transforms"])
 
 
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
-    """Return a sample or batch after each transform of its input; see apply_to_input.
+    """Return a sample or batch after all transforms.
 
-    A SampleTransform receives the whole sample.
+    A SampleTransform receives the whole sample. Other transforms receive the input; see apply_to_input.
     """
     for transform in transforms:
         is_whole = isinstance(transform, SampleTransform)
@@ -158,9 +167,9 @@ def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
 
 
 def apply_to_input(sample: object, transform: Transform) -> object:
-    """Return a sample after a transform of its input: the first of a pair, or the entry `input` of a mapping.
+    """Return a sample after a transform of its input. The input is the first value of a pair, or the entry `input`.
 
-    The transform receives the whole sample if it has more than two values, or no entry `input`.
+    The transform receives the whole sample if the sample has more than two values, or no entry `input`.
     """
     if isinstance(sample, Mapping) and "input" in sample:
         return {**sample, "input": transform(sample["input"])}
@@ -170,13 +179,13 @@ def apply_to_input(sample: object, transform: Transform) -> object:
 
 
 def is_tv_tensor(value: object) -> bool:
-    """Return whether a value is one of torchvision's tv_tensors, such as Image or Mask. Nothing is imported."""
+    """Return whether a value is a tv_tensor of torchvision, such as Image or Mask. torchvision is not imported."""
     module = sys.modules.get("torchvision.tv_tensors")
     return module is not None and isinstance(value, module.TVTensor)
 
 
 def plain_tensors(data: object) -> object:
-    """Return the data with plain tensors instead of tv_tensors."""
+    """Return data with its tv_tensors converted to plain tensors."""
     if "torchvision.tv_tensors" not in sys.modules:
         return data
     return map_tensors(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
@@ -185,7 +194,10 @@ def plain_tensors(data: object) -> object:
 def callables(
     transforms: Transforms, key: str, inputs: Sequence[str], *, is_batch: bool = False
 ) -> tuple[Transform, ...]:
-    """Return the transforms of one config key, in order. Several parameters of a transform are names of entries."""
+    """Return the transforms of a config key, in order.
+
+    Transforms with several parameters become JointTransform objects.
+    """
     given = transforms.values() if isinstance(transforms, Mapping) else transforms or ()
     return tuple(_joint(transform, key, tuple(inputs), is_batch) for transform in given)
 

@@ -1,4 +1,4 @@
-"""Checks of the labels in targets."""
+"""Checks that the labels in targets are valid classes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The labels that samples may have.
+    """The valid labels of samples.
 
     Args:
         classes: The number of classes; None if targets are not classes.
-        ignored: The labels outside the classes that a loss ignores.
+        ignored: Labels outside the classes that a loss ignores.
     """
 
     classes: int | None
     ignored: tuple[int, ...]
 
     def first_wrong(self, targets: object) -> tuple[int, int] | None:
-        """Return the position of the first sample with an invalid label, and the label; None if all labels are valid.
+        """Return the first invalid label of a batch; None if all labels are valid.
 
-        On a GPU, a loss would fail with an assertion that names no sample.
+        exp checks labels because a loss on a GPU would fail with an assertion that names no sample.
 
         Args:
-            targets: Integers `[B, ...]`. Other targets are not labels.
+            targets: Integers `[B, ...]`. Other targets are not labels, and the result is None.
+
+        Returns:
+            The position of the sample in the batch, and the label.
         """
         if self.classes is None or not isinstance(targets, Tensor) or not is_whole(targets) or not targets.numel():
             return None
@@ -50,14 +53,24 @@ class Labels:
         return int(places[0][0]) if outside.dim() else 0, int(targets[tuple(places[0])])
 
     def refuse(self, batch: object, name_of: Callable[[int], str]) -> None:
-        """Raise SampleError for an invalid label in a batch. name_of: Returns the name of a sample by its position."""
+        """Raise SampleError for the first invalid label in a batch.
+
+        Args:
+            batch: The batch.
+            name_of: Returns the name of a sample from its position in the batch.
+        """
         wrong = self.first_wrong(target_in(batch))
         if wrong is not None:
             place, label = wrong
             raise SampleError(self.error(label, of=name_of(place)))
 
     def error(self, label: int, *, of: str) -> ErrorDetails:
-        """Return the error of an invalid label. of: The name of the sample."""
+        """Return the details of the error for an invalid label.
+
+        Args:
+            label: The label.
+            of: The name of the sample.
+        """
         assert self.classes is not None
         fix = (
             f"Its classes are 0 to {self.classes - 1}; correct the label, or set ignore_index of the loss to it "
@@ -71,12 +84,12 @@ class Labels:
 
 
 def is_whole(targets: Tensor) -> bool:
-    """Return whether targets are class numbers, not numbers to predict."""
+    """Return whether targets have an integer dtype, so that they are class numbers."""
     return not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
 
 
 def classes_in(targets: object) -> int | None:
-    """Return the largest integer target plus one; None for other targets."""
+    """Return the largest class number plus one; None if targets are not class numbers."""
     if not isinstance(targets, Tensor) or not is_whole(targets):
         return None
     return int(targets.max()) + 1

@@ -1,4 +1,4 @@
-"""Loaders of one rank: iterables of Batch that can be set to a position, and the samples of each global batch."""
+"""Loaders: iterables of the batches of one rank, which can start at any position."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from exp.shared_types import Batch, Stage
 
 
 class Loader(ABC):
-    """Batches of one rank and one stage. Every rank yields the same number of batches.
+    """Base class of loaders, which yield the batches of one stage on one rank.
 
-    Each pass of a training loader is the next epoch, from epoch 0. A loader for evaluation stays at epoch 0, so that
-    its random numbers are the same in each pass.
+    Every rank yields the same number of batches.
+
+    Each iteration over a training loader is the next epoch, starting at epoch 0. An evaluation loader stays at epoch 0,
+    so that its random numbers are the same in each iteration.
 
     Attributes:
-        sampler: The samples of each batch; None for a stream.
+        sampler: Yields the indices of the samples in each batch; None for an IterableDataset.
     """
 
     sampler: ShareSampler | None = None
@@ -33,7 +35,11 @@ class Loader(ABC):
         self._position = (0, 0)
 
     def set_position(self, epoch: int, batch: int) -> None:
-        """Let the next pass start at a global batch of an epoch.
+        """Set the position at which the next iteration starts.
+
+        Args:
+            epoch: The epoch, from 0.
+            batch: The number of the global batch in the epoch, from 0.
 
         Raises:
             RunError: The position is outside the data.
@@ -65,26 +71,30 @@ class Loader(ABC):
 
     @abstractmethod
     def _length(self) -> int | None:
-        """Return the number of global batches in an epoch; None if it is unknown."""
+        """Return the number of global batches in an epoch; None if the number is unknown."""
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Return this rank's shares of the batches from number `start`."""
+        """Return this rank's samples of each global batch, from batch number `start`."""
 
 
 @runtime_checkable
 class Epochs(Protocol):
-    """A data set, a stream or a sampler with `set_epoch`, which is called before an epoch is read."""
+    """A data set or sampler with `set_epoch`. exp calls `set_epoch` before an epoch is read."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
-# The last epoch that each data set received, by its id, because splits share a data set.
+# The last epoch passed to `set_epoch`, by the id of the data set. Several splits may share a data set, which receives
+# each epoch once.
 _RECEIVED: dict[int, int] = {}
 
 
 def find_epoch_aware(dataset: object) -> tuple[Epochs, ...]:
-    """Return the data sets with `set_epoch`: this one, or those that it wraps as torch's data sets do."""
+    """Return the data sets with `set_epoch`: this data set, or those that it wraps.
+
+    Wrapped data sets are found in the attributes that torch's data sets use, such as `dataset` and `datasets`.
+    """
     if callable(getattr(dataset, "set_epoch", None)) and isinstance(dataset, Epochs):
         _RECEIVED.pop(id(dataset), None)
         return (dataset,)
@@ -95,7 +105,7 @@ def find_epoch_aware(dataset: object) -> tuple[Epochs, ...]:
 
 
 def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
-    """Call `set_epoch` of data sets, with random numbers that are a function of (seed, epoch)."""
+    """Call `set_epoch` of data sets. Random numbers that it draws depend only on (seed, epoch)."""
     for part in parts:
         if _RECEIVED.get(id(part)) != epoch:
             with preserve_generators():
@@ -104,16 +114,18 @@ def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
             _RECEIVED[id(part)] = epoch
 
 
-# Returns the indices of an epoch's samples in their order, int64 `[N]`.
+# A function that returns the indices of an epoch's samples in reading order, int64 `[N]`.
 Draw = Callable[[int], Tensor]
 
 
 class EpochBatches(ABC):
-    """The global batches of every epoch, a function of (seed, epoch). Every epoch has the same number of batches.
+    """The samples of all global batches.
+
+    They depend only on (seed, epoch), and every epoch has the same number of batches.
 
     Attributes:
         seed: The seed of the run.
-        batch_size: The samples of the largest batch.
+        batch_size: The number of samples in the largest batch.
     """
 
     seed: int
@@ -125,24 +137,28 @@ class EpochBatches(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> Order:
-        """Return the order of the samples of an epoch."""
+        """Return the order in which the samples of an epoch are read."""
 
     @abstractmethod
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
-        """Yield the first position of each batch from number `start`, and the position after it, in that order."""
+        """Yield the range of positions of each batch in the order of the epoch, from batch number `start`.
+
+        Yields:
+            The first position of the batch, and the position after the last.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatches(EpochBatches):
-    """Batches of one size, except a short last one.
+    """Batches of equal size, except a shorter last batch.
 
     Args:
-        length: The samples of an epoch.
-        batch_size: The samples of a batch.
-        shuffle: Whether the samples are shuffled.
-        drop_last: Whether a short last batch is left out.
+        length: The number of samples in an epoch.
+        batch_size: The number of samples in a batch.
+        shuffle: Whether to shuffle the samples.
+        drop_last: Whether to drop a short last batch.
         seed: The seed of the run.
-        draw: The samples of an epoch; None takes each of `length` samples once.
+        draw: Returns the indices of an epoch's samples. None reads each of the `length` samples once.
     """
 
     length: int
@@ -168,12 +184,13 @@ class GlobalBatches(EpochBatches):
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The share of one rank in a global batch: the samples `start` to `stop` of the batch.
+    """The samples of a global batch that one rank reads: the samples `start` to `stop`.
 
     Args:
-        start: The first sample.
-        stop: The sample after the last one.
-        size: The samples that count; 0 for a rank without samples, which reads one sample as a placeholder.
+        start: The position of the first sample in the batch.
+        stop: The position after the last sample.
+        size: The number of samples that count. It is 0 on a rank without samples, which reads one sample as a
+            placeholder.
     """
 
     start: int
@@ -182,12 +199,15 @@ class Share:
 
 
 def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches in an epoch, with or without a short last one."""
+    """Return the number of batches in an epoch. A short last batch counts unless `drop_last` is true."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def share(*, size: int, rank: int, world_size: int) -> Share:
-    """Return the share of a rank in a global batch of `size` samples. The first ranks may have one more."""
+    """Return the samples of a global batch that a rank reads.
+
+    If `size` is not divisible by `world_size`, the first ranks read one more sample than the others.
+    """
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     count = base + (rank < extra)
@@ -195,9 +215,9 @@ def share(*, size: int, rank: int, world_size: int) -> Share:
 
 
 class ShareSampler:
-    """Yields the samples of this rank in each global batch, as (epoch, index) pairs.
+    """Sampler that yields the samples of this rank in each global batch, as (epoch, index) pairs.
 
-    Each index has its epoch, because persistent workers keep the data set of the first epoch.
+    The epoch is part of each pair because persistent workers keep the data set object of the first epoch.
     """
 
     def __init__(self, *, batches: EpochBatches, rank: int, world_size: int) -> None:
@@ -208,11 +228,11 @@ class ShareSampler:
         return len(self.batches) - self.start
 
     def share_of(self, size: int) -> Share:
-        """Return the share of this rank in a global batch of `size` samples."""
+        """Return the samples that this rank reads of a global batch of `size` samples."""
         return share(size=size, rank=self.rank, world_size=self.world_size)
 
     def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
-        """Yield the size of each global batch from number `start`, and the share of this rank."""
+        """Yield the size of each global batch from batch number `start`, and the samples of it that this rank reads."""
         for first, last in self.batches.spans(epoch, start):
             yield last - first, self.share_of(last - first)
 

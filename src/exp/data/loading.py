@@ -1,4 +1,4 @@
-"""The settings that turn the splits of the data into batches."""
+"""The settings that make batches from the splits."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from exp.data.workers import Assembly, FetchOptions, SampleSource, WorkerLoader,
 from exp.errors import ConfigError, RunError
 from exp.shared_types import Stage
 
-# The most samples of a split that the check before a run reads.
+# The maximum number of samples of a split that the check before a run reads.
 SAMPLES = 64
 
 
 @dataclass(kw_only=True)
 class Loading:
-    """The splits, and the settings that turn their samples into batches.
+    """The splits, and the settings that make batches from their samples.
 
     Args:
-        batching: The splits, and the samples of each global batch.
-        form: The form in which batches reach the network.
+        batching: The splits, and the settings that decide which samples form each global batch.
+        form: The conversion of batches for the network.
         collate_setting: The value of data.collate.
         transform_settings: The transforms by config key.
         labels: The valid labels.
         options: The options of torch's DataLoader.
-        shuffle_buffer: The number of samples among which the order of a stream is random.
+        shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset.
 
     Attributes:
-        collate: Returns the batch of a list of samples.
-        names: The names of a sample's values, before it is part of a batch.
+        collate: The function that makes a batch from a list of samples.
+        names: The names of a sample's values before collation.
         transforms: The transforms of samples and of batches.
     """
 
@@ -74,7 +74,7 @@ class Loading:
         return self.batching.parts
 
     def part(self, stage: Stage) -> AnyDataset:
-        """Return the data set of one stage. Raise RunError if the stage has none."""
+        """Return the split of a stage. Raise RunError if the stage has no split."""
         if stage not in self.parts:
             raise RunError(
                 f"data has no {stage} split; expected one of {', '.join(self.parts)}. "
@@ -83,7 +83,7 @@ class Loading:
         return self.parts[stage]
 
     def is_indexed(self, stage: Stage) -> bool:
-        """Return whether batches are gathered by index, without a DataLoader."""
+        """Return whether the batches of a stage are gathered by index, without torch's DataLoader."""
         is_plain = self.collate is default_collate and not self.transforms.of(stage)
         return is_plain and isinstance(self.parts[stage], Indexed)
 
@@ -101,7 +101,7 @@ class Loading:
                 sampler=sampler,
                 pin_memory=self.options.pin_memory,
                 form=self.form,
-                # The labels of tensors are checked as a whole.
+                # check_labels has already checked all labels of a Tensors data set.
                 labels=None if isinstance(dataset, Tensors) else self.labels,
             )
         source = self.source(stage)
@@ -109,7 +109,7 @@ class Loading:
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self.options, assembly=assembly)
 
     def stream(self, stage: Stage, dataset: IterableDataset[object]) -> ShareOfStream:
-        """Return the batches of a stream for a single rank."""
+        """Return the batches of an IterableDataset for a single rank."""
         shuffle = self.batching.shuffle and stage == "train"
         return ShareOfStream(
             dataset=dataset,
@@ -126,16 +126,23 @@ class Loading:
         )
 
     def source(self, stage: Stage) -> SampleSource:
-        """Return the samples of one stage by (epoch, index)."""
+        """Return the transformed samples of a stage, which are read by (epoch, index)."""
         dataset = cast(Dataset[object], self.part(stage))
         return SampleSource(dataset=dataset, transforms=self.transforms.of(stage), seed=self.batching.seed, stage=stage)
 
     def assembly(self, name_of: Callable[[int], str]) -> Assembly:
-        """Return the assembly of batches. name_of: Returns the name of a sample by its index."""
+        """Return the function that makes checked batches from samples.
+
+        Args:
+            name_of: Returns the name of a sample from its index, for messages.
+        """
         return Assembly(collate=self.collate, form=self.form, labels=self.labels, name_of=name_of)
 
     def check_labels(self) -> None:
-        """Raise ConfigError for an invalid label of data in memory. Other labels are checked when they are read."""
+        """Raise ConfigError for an invalid label of a Tensors data set.
+
+        Labels of other data sets are checked when they are read.
+        """
         for stage, part in self.parts.items():
             targets = target_in(by_name(part.entries, self.form.names)) if isinstance(part, Tensors) else None
             if (wrong := self.labels.first_wrong(targets)) is not None:
@@ -143,7 +150,7 @@ class Loading:
                 raise ConfigError([self.labels.error(label, of=sample_name(part, index, stage=stage))])
 
     def first_sample(self, stage: Stage) -> object:
-        """Return a batch of the first sample, in the dtypes of the data set."""
+        """Return a batch of the first sample, with the dtypes of the data set."""
         part = self.part(stage)
         if isinstance(part, Indexed) and self.is_indexed(stage):
             return gather_samples(part, torch.zeros(1, dtype=torch.int64), stage=stage)

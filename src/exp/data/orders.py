@@ -1,4 +1,4 @@
-"""Orders of an epoch's samples, which can be read from any position."""
+"""Orders of an epoch's samples. An order can be read from any position without reading the positions before it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from exp.data.randomness import permutation, seed_for
 
-# The most samples whose order is a list, a tensor of 32 MiB. A longer order is computed when it is read.
+# The maximum length of an order that is stored as a tensor, of 32 MiB. Longer orders are computed when they are read.
 LISTED = 2**22
-# Positions that are computed together, 512 KiB of indices: enough that Python's overhead does not matter.
+# The number of positions that are computed at once: 512 KiB of indices, which makes Python's overhead negligible.
 PAGE = 2**16
-# A half round mixes one half of a number by the other. With four, neighbors stay recognizable; a shuffle needs six.
+# The number of half rounds of the Feistel network. Each changes one half of the bits with a hash of the other half.
+# After four, neighboring indices are still correlated; six suffice.
 HALF_ROUNDS = 6
 
 
@@ -28,7 +29,7 @@ class Order(ABC):
 
 
 class Sequential(Order):
-    """Every index in increasing order."""
+    """The indices in increasing order."""
 
     def slice(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop)
@@ -36,7 +37,7 @@ class Sequential(Order):
 
 @dataclass(frozen=True, eq=False)
 class Listed(Order):
-    """An order given as a list. indices: int64 `[N]`."""
+    """An order that is stored as a tensor of indices, int64 `[N]`."""
 
     indices: Tensor
 
@@ -45,15 +46,16 @@ class Listed(Order):
 
 
 class Permuted(Order):
-    """Every index below `length` once, in an order drawn from a seed, without a list of the indices.
+    """A random permutation of the indices below `length` that is computed from a seed, without storing all indices.
 
-    A Feistel network permutes the numbers with as many bits as `length`. A number of `length` or more is permuted again
-    until it is smaller, twice at most on average (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). The
-    order is computed page by page. The last page is kept, because the next positions are mostly in it.
+    A Feistel network permutes the numbers with as many bits as `length`. A number that is not below `length` is
+    permuted again until it is; this takes at most two permutations on average (Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains, 2002). The order is computed in pages. The last page is cached, because reading continues
+    mostly within it.
 
     Args:
         length: The number of indices.
-        seed: 64 bits.
+        seed: A seed of 64 bits.
     """
 
     def __init__(self, *, length: int, seed: int) -> None:
@@ -88,14 +90,14 @@ class Permuted(Order):
 
 
 def shuffle_order(length: int, *, seed: int, epoch: int) -> Order:
-    """Return a random order of every index below `length`, a function of (seed, epoch)."""
+    """Return a random order of the indices below `length`. It depends only on (seed, epoch)."""
     if length <= LISTED:
         return Listed(permutation(seed=seed, epoch=epoch, length=length))
     return Permuted(length=length, seed=seed_for(seed, "order", epoch))
 
 
 def _mix_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Return the numbers mixed by MurmurHash3's finalizer, uint64 `[n]`."""
+    """Return the numbers hashed with the finalizer of MurmurHash3, uint64 `[n]`."""
     mixed = values ^ key
     mixed ^= mixed >> np.uint64(33)
     mixed *= np.uint64(0xFF51AFD7ED558CCD)

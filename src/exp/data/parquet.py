@@ -1,4 +1,4 @@
-"""Tables from Parquet files, which the extra pyarrow reads."""
+"""Tables from Parquet files. Reading requires pyarrow, from the extra `parquet`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from exp.data.delimited import Csv
 
 
 class Parquet(Csv):
-    """A table from a Parquet file with any ending; see Csv."""
+    """A table from a Parquet file; see Csv. The name of the file may have any ending."""
 
     reader = staticmethod(parquet_source)

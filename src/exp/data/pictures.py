@@ -1,4 +1,4 @@
-"""Pictures as tensors: upright, of one mode and size, and normalized."""
+"""Conversion of pictures to tensors: rotated as their EXIF data state, in one mode and size, and normalized."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr",
 ON_ITS_SIDE = (5, 6, 7, 8)
 # pillow's names of the EXIF data in a PNG.
 EXIF_OF_PNG = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}
-# The exceptions of pillow for a file that is not a picture, or truncated.
+# The exceptions that pillow raises if a file is not a picture, or is truncated.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class PictureForm:
-    """Reads pictures as float32 `[C, H, W]`, pixels from 0 to 1 that may be normalized.
+    """Reads pictures as float32 `[C, H, W]`. Pixels are from 0 to 1, and are then normalized by `mean` and `std`.
 
     Args:
-        resize: The pixels of the shorter side, or [H, W].
-        crop: The pixels of a square, or [H, W], that is cut from the center after resizing.
-        mode: "RGB" or "L" (gray), to which pictures are converted; None for pictures that are all in one of them.
+        resize: The length of the shorter side in pixels, or [H, W]; None for no resizing.
+        crop: The side of a square in pixels, or [H, W], that is cut from the center after resizing; None for no
+            cropping.
+        mode: The mode to which pictures are converted: "RGB", or "L" for gray. None if all pictures are RGB or all are
+            gray.
         mean: The mean of each channel, which is subtracted; None for no normalization.
-        std: The deviation of each channel, which divides.
-        background: The CSS color under transparent pixels.
+        std: The standard deviation of each channel, which divides.
+        background: The CSS color behind transparent pixels.
 
     Raises:
         ConfigError: A size or a color is invalid, or only one of `mean` and `std` is set.
@@ -68,19 +70,19 @@ class PictureForm:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PictureForm:
-        """Return the form that the options of a data set state."""
+        """Return the form from a data set's options in the config. Missing options have their default."""
         return cls(**{name: options[name] for name in OPTIONS if name in options})
 
     def read(self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "dataset.path") -> Tensor:
-        """Return a picture as a tensor.
+        """Return a picture as a tensor, float32 `[C, H, W]`.
 
         Args:
             source: A file, or an opened picture.
             named: The name of the picture, for messages.
-            key: The config key of errors below `data.`.
+            key: The config key below `data.` that errors report.
 
         Raises:
-            SampleError: The file cannot be read, has more than 8 bits per channel, or needs a mode.
+            SampleError: The file cannot be read, has more than 8 bits per channel, or its mode needs data.dataset.mode.
         """
         if isinstance(source, Image.Image):
             return self._pixels(source, named=named, key=key)
@@ -93,12 +95,12 @@ class PictureForm:
     def _pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
         mode = stored_mode(opened)
         opened.load()  # raises for a truncated file, which NumPy would accept
-        # Only pictures with an orientation: pillow copies the others.
+        # exif_transpose is called only for rotated pictures, because it would copy the others.
         is_turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
         upright = ImageOps.exif_transpose(opened) if is_turned else opened
         picture = self._resize_and_crop(self._convert(upright, mode, named, key))
         rows = np.asarray(picture)
-        # Transposed as bytes, because floats are four times as large.
+        # The bytes are transposed before conversion, because floats are four times as large.
         pixels = np.ascontiguousarray(rows.reshape(*rows.shape[:2], -1).transpose(2, 0, 1)).astype(np.float32)
         pixels /= 255
         channels = torch.from_numpy(pixels)
@@ -108,9 +110,9 @@ class PictureForm:
         return (channels - mean) / std
 
     def size_of(self, picture: Image.Image) -> tuple[int, int]:
-        """Return the width and height of an upright picture after resizing, without decoding the picture."""
+        """Return the width and height of a picture after rotation and resizing. The picture is not decoded."""
         width, height = picture.size
-        # getexif would decode the pixels of a PNG without EXIF data before them.
+        # For a PNG without EXIF data in its header, getexif would decode all pixels to search the end of the file.
         is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
         is_on_its_side = not is_silent and picture.getexif().get(ExifTags.Base.Orientation) in ON_ITS_SIDE
         return self._size_after_resize((height, width) if is_on_its_side else (width, height))
@@ -129,7 +131,7 @@ class PictureForm:
     def _resize_and_crop(self, picture: Image.Image) -> Image.Image:
         size = self._size_after_resize(picture.size)
         if size != picture.size:
-            # With antialiasing, as torchvision.
+            # pillow's resize uses antialiasing, as torchvision does.
             picture = picture.resize(size, Image.Resampling.BILINEAR)
         if self.crop is None:
             return picture
@@ -148,9 +150,9 @@ class PictureForm:
 
 
 def stored_mode(picture: Image.Image) -> str:
-    """Return the mode of an opened picture, or the mode of a file with 16 bits per channel, such as RGB;16B.
+    """Return the mode of a picture as its file stores it. For 16 bits per channel, it has a suffix, as in RGB;16B.
 
-    pillow reduces 16 bits to 8 without a warning (seen in 13.0).
+    pillow's own mode hides this: pillow reduces 16 bits to 8 without a warning (seen in 13.0).
     """
     tiles = picture.tile if isinstance(picture, ImageFile.ImageFile) else []
     for codec, _, _, given in tiles:
@@ -163,21 +165,21 @@ def stored_mode(picture: Image.Image) -> str:
 
 
 def unreadable_picture(named: str, error: BaseException, *, key: str = "dataset.path") -> ErrorDetails:
-    """Return the error of a picture that pillow cannot read."""
+    """Return the error for a picture that pillow cannot read."""
     reason = "the format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
     return data_detail(key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
 
 
 def deep_picture(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
-    """Return the error of a picture with more than 8 bits per channel."""
+    """Return the error for a picture with more than 8 bits per channel."""
     got = f"{named} of pillow's mode {mode}, with more than 8 bits per channel"
     fix = "Convert them, or use data=npy for their numbers as arrays"
     return data_detail(key, got=got, expected="pictures of 8 bits per channel", fix=fix)
 
 
 def mode_error(found: str) -> ErrorDetails:
-    """Return the error of pictures whose modes need data.dataset.mode."""
+    """Return the error for pictures that must be converted by data.dataset.mode."""
     expected, fix = (
         "pictures that are all RGB or all gray (L), or a mode",
         "Write data.dataset.mode=RGB, or data.dataset.mode=L",
@@ -186,11 +188,14 @@ def mode_error(found: str) -> ErrorDetails:
 
 
 def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
-    """Return a height and a width in the config. Raise ConfigError unless they are two positive integers.
+    """Return the height and the width from the config.
 
     Args:
-        key: The config key below `data.dataset.`.
-        size: The value.
+        key: The config key below `data.dataset.`, for messages.
+        size: The value of the key.
+
+    Raises:
+        ConfigError: The value is not two positive integers.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
         raise data_error(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")

@@ -1,7 +1,7 @@
-"""Random streams, which are derived from (seed, rank, epoch, batch) or (seed, split, epoch, sample).
+"""Seeds of the random generators, derived from (seed, rank, epoch, batch) or (seed, split, epoch, sample).
 
-No state of a generator is saved, because a stream follows from its position. A run therefore resumes exactly, and
-workers, hooks and the number of ranks do not change other streams.
+The generators are seeded again at each of these positions, so checkpoints store no generator state. A resumed run
+therefore draws the same numbers. Workers, hooks and the number of ranks do not change each other's random numbers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from exp.shared_types import Stage
 
 
 def seed_for(*parts: int | str) -> int:
-    """Return a 64-bit number that is a function of the parts, in every process and every version of Python."""
+    """Return a 64-bit seed computed from the parts. It is the same in every process and in every version of Python."""
     return int.from_bytes(_digest(parts, size=8), "little")
 
 
 def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()) -> None:
-    """Set the generators of Python, NumPy and torch to the stream of one step. It takes about 10 us.
+    """Seed the generators of Python, NumPy and torch for one step. This takes about 10 us.
 
     Args:
         seed: The seed of the run.
         rank: The rank.
-        epoch: The epoch.
-        batch: The number of the batch.
+        epoch: The epoch, from 0.
+        batch: The number of the batch in the epoch, from 0.
         stage: The stage.
-        turn: The pass over the batch, such as the phase and its repeat; empty for the first pass.
+        turn: The numbers that identify a further pass over the batch, such as the phase and its repeat. Empty for the
+            first pass.
     """
     _seed_generators(step_seed(seed=seed, rank=rank, epoch=epoch, batch=batch, stage=stage, turn=turn))
 
@@ -42,54 +43,61 @@ def reseed(*, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "trai
 def step_seed(
     *, seed: int, rank: int, epoch: int, batch: int, stage: Stage = "train", turn: tuple[int, ...] = ()
 ) -> int:
-    """Return the seed that `reseed` sets."""
+    """Return the seed that `reseed` uses."""
     return seed_for(seed, stage, rank, epoch, batch, *turn)
 
 
 def reseed_sample(*, seed: int, epoch: int, index: int, stage: Stage = "train") -> None:
-    """Set the same generators to the stream of one sample, which does not depend on the worker. It takes about 10 us.
+    """Seed the generators of Python, NumPy and torch for one sample. This takes about 10 us.
 
-    Each stage has another stream, so that randomly generated samples differ between splits.
+    The seed does not depend on the worker. It differs between stages, so that randomly generated samples differ between
+    splits.
     """
     stages = () if stage == "train" else (stage,)
     _seed_generators(seed_for(seed, "sample", *stages, epoch, index))
 
 
 def reseed_batch(*, seed: int, stage: Stage, rank: int, epoch: int, batch: int) -> None:
-    """Set the same generators to the stream of the transforms of one rank's share of a batch."""
+    """Seed the generators of Python, NumPy and torch for the batch transforms of one rank."""
     _seed_generators(seed_for(seed, "batch", stage, rank, epoch, batch))
 
 
 def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
-    """Set the same generators to the stream of one epoch of a sampler. It is created in epoch -1."""
+    """Seed the generators of Python, NumPy and torch for one epoch of a sampler; epoch -1 is the creation of the sampler."""
     _seed_generators(seed_for(seed, "sampler", stage, epoch))
 
 
 def reseed_epoch(*, seed: int, rank: int, epoch: int) -> None:
-    """Set the same generators to the stream of the hooks at the start of an epoch; -1 is the start of training."""
+    """Seed the generators of Python, NumPy and torch for the hooks at the start of an epoch.
+
+    -1 is the start of training.
+    """
     _seed_generators(seed_for(seed, "epoch", rank, epoch))
 
 
 def initialisation(seed: int) -> None:
-    """Set the same generators to the stream of a model's initial weights."""
+    """Seed the generators of Python, NumPy and torch for the initial weights of a model."""
     _seed_generators(seed_for(seed, "initialisation"))
 
 
 def permutation(*, seed: int, epoch: int, length: int) -> Tensor:
-    """Return the order of an epoch, every index below `length` once, int64 `[length]`."""
+    """Return a random permutation of the indices below `length`, int64 `[length]`. It depends only on (seed, epoch)."""
     generator = torch.Generator().manual_seed(seed_for(seed, "order", epoch))
     return torch.randperm(length, generator=generator)
 
 
 def sample_generator(*, seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return a generator for one sample of one epoch. It takes about 15 us."""
+    """Return a NumPy generator for one sample of one epoch. This takes about 15 us."""
     key = int.from_bytes(_digest((seed, "sample", epoch, index), size=16), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restore the generators at the end, so that reading data in this process does not change a model's dropout."""
+    """Restore the generators of Python, NumPy and torch on exit.
+
+    Reading data in the main process therefore does not change a model's dropout.
+    """
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -100,7 +108,7 @@ def preserve_generators() -> Iterator[None]:
 
 
 def _digest(parts: tuple[int | str, ...], *, size: int) -> bytes:
-    # operator.index converts NumPy's integers, and refuses floats, whose repr may change.
+    # operator.index converts NumPy's integers. It rejects floats, because their repr may differ between versions.
     plain = [part if isinstance(part, str) else operator.index(part) for part in parts]
     return hashlib.blake2b(repr(plain).encode(), digest_size=size).digest()
 
@@ -108,7 +116,7 @@ def _digest(parts: tuple[int | str, ...], *, size: int) -> bytes:
 def _seed_generators(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # torch.manual_seed seeds every backend at a hundred times the cost.
+    # torch.manual_seed would seed every backend, which takes a hundred times as long.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)

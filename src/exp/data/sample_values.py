@@ -1,4 +1,4 @@
-"""Read one value of every sample of a split: its target, a weight, a length."""
+"""Reading one value of every sample of a split, such as the target, a weight or a length."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from exp.errors import UserCodeError
 from exp.shared_types import Stage
 
 Value = TypeVar("Value")
-# The attribute of torchvision's data sets that has the targets of all samples.
+# The attribute in which torchvision's data sets store the targets of all samples.
 TARGETS = "targets"
 CHUNK = 4096
 
 
 def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, inputs: Sequence[str]) -> Tensor:
-    """Return a number for each sample, `[N]`.
+    """Return one number for each sample of a split, `[N]`.
 
     Args:
         part: The split.
-        given: One number for each sample of the split or of the whole data set; or the name of the data set's
-            attribute, or of the samples' entry, that has the numbers.
-        key: The config key below `data.`.
+        given: Numbers for each sample of the split or of the whole data set. Or the name of the data set's attribute,
+            or of the samples' entry, that has the numbers.
+        key: The config key below `data.`, for messages.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: The number of values is wrong, or samples lack the entry.
+        ConfigError: The number of values is wrong, or samples do not have the entry.
     """
     if not isinstance(given, str):
         found = _own_share(torch.as_tensor(given, dtype=torch.float64), part)
@@ -48,10 +48,11 @@ def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, 
 
 
 def _own_share(values: Tensor, part: AnyDataset) -> Tensor | None:
-    """Return the values of a split's samples; None if there is not one value for each sample.
+    """Return the values of a split's samples; None if the number of values matches neither the split nor the whole data
+    set.
 
     Args:
-        values: Values `[N, ...]` of the samples of the split, or of the whole data set.
+        values: One value for each sample of the split, or of the whole data set, `[N, ...]`.
         part: The split.
     """
     if len(values) == samples_in(part):
@@ -65,7 +66,10 @@ def _own_share(values: Tensor, part: AnyDataset) -> Tensor | None:
 
 
 def attribute_values(part: AnyDataset, name: str) -> Tensor | None:
-    """Return an attribute of the split or the whole data set with a number for each sample; None without one."""
+    """Return an attribute of a split or of its whole data set that has one number for each sample.
+
+    Returns None if there is no such attribute.
+    """
     whole = part.source if isinstance(part, Selection) else part.dataset if isinstance(part, Subset) else part
     held = getattr(whole, name, None)
     if not isinstance(held, Tensor | Sequence) and not hasattr(held, "__array__"):
@@ -74,13 +78,13 @@ def attribute_values(part: AnyDataset, name: str) -> Tensor | None:
 
 
 def targets_of(part: AnyDataset, *, stage: Stage, inputs: Sequence[str], key: str) -> list[Any]:
-    """Return the target of every sample, from the data set's `targets`, or by reading each sample once.
+    """Return the target of every sample, from the data set's attribute `targets`, or by reading each sample once.
 
     Args:
         part: The split.
-        stage: Its stage.
+        stage: The stage of the split, for messages.
         inputs: The names of a sample's values.
-        key: The config key below `data.` that needs the targets.
+        key: The config key below `data.` that needs the targets, for messages.
     """
     found = None if isinstance(part, Tensors) else attribute_values(part, TARGETS)
     if found is not None:
@@ -89,7 +93,7 @@ def targets_of(part: AnyDataset, *, stage: Stage, inputs: Sequence[str], key: st
 
 
 def values_of(part: AnyDataset, pick: Callable[[object], Value], *, stage: Stage = "train") -> list[Value]:
-    """Return the result of `pick` for each sample, in order, before transforms.
+    """Return `pick(sample)` for each sample, in order. Samples are read without transforms.
 
     Raises:
         UserCodeError: A sample cannot be read.
@@ -99,13 +103,13 @@ def values_of(part: AnyDataset, pick: Callable[[object], Value], *, stage: Stage
 
 
 def entry_of(sample: object, name: str, *, inputs: Sequence[str], key: str) -> object:
-    """Return one value of a sample by its name, `input` or `target` of a pair.
+    """Return a value of a sample by name. The values of a pair are named `input` and `target`.
 
     Args:
         sample: The sample.
-        name: The name.
+        name: The name of the value.
         inputs: The names of a sample's values.
-        key: The config key below `data.` that has the name.
+        key: The config key below `data.` that has the name, for messages.
 
     Raises:
         ConfigError: The name is unknown.

@@ -1,7 +1,7 @@
-"""Samplers of the training split: weighted, balanced by class, a subset.
+"""Samplers of the training split: weighted, balanced by class, or a subset.
 
-exp makes a sampler with the training split as `data_source`, and seeds torch's generator from (seed, epoch) before each
-epoch.
+exp makes a sampler with the training split as `data_source`. Before each epoch, exp seeds torch's generator from
+(seed, epoch).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Weight = Annotated[float, Ge(0)]
 
 
 class WeightedSampler(Sampler[int]):
-    """Draws samples in proportion to their weights.
+    """Draws samples with probabilities in proportion to their weights.
 
     Args:
         data_source: The training split.
-        weights: A number for each sample of the training split or of the whole data.dataset; or the name of the
-            samples' entry, or of the data set's attribute, that has the numbers.
-        class_weights: Instead of `weights`, a number for each class, in a list or by class number.
-        num_samples: The draws in an epoch; None for the number of samples.
-        replacement: Whether a sample may be drawn again in the same epoch.
+        weights: A weight for each sample of the training split or of the whole data.dataset. Or the name of the
+            samples' entry, or of the data set's attribute, that has the weights.
+        class_weights: A weight for each class, in a list or by class number. Set either `weights` or `class_weights`.
+        num_samples: The number of draws in an epoch; None for the number of samples.
+        replacement: Whether a sample can be drawn several times in an epoch.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: A weight is negative, the number of weights is wrong, or more draws than samples with a weight are
-            needed.
+        ConfigError: A weight is negative, the number of weights is wrong, or `num_samples` exceeds the number of
+            samples with a weight above 0 without replacement.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class BalancedSampler(WeightedSampler):
 
     Args:
         data_source: The training split.
-        num_classes: The number of classes; exp sets it from the data.
-        num_samples: As in WeightedSampler.
-        replacement: As in WeightedSampler.
-        inputs: As in WeightedSampler.
+        num_classes: The number of classes. exp passes the number of the data.
+        num_samples: The number of draws in an epoch; None for the number of samples.
+        replacement: Whether a sample can be drawn several times in an epoch.
+        inputs: The names of a sample's values.
 
     Raises:
         ConfigError: Targets are not classes, or a class has no samples.
@@ -117,15 +117,15 @@ class BalancedSampler(WeightedSampler):
 
 
 class SubsetSampler(Sampler[int]):
-    """Takes some samples of the training split, each once in an epoch.
+    """Reads a subset of the training split, each sample once per epoch.
 
     Args:
         data_source: The training split.
-        indices: The numbers of the samples in the training split.
-        size: Instead of `indices`, the size of the subset: a fraction, or a whole number.
-        subset_seed: The seed that chooses the subset. It differs from the run's seed, so that a sweep over seeds
-            compares one subset.
-        shuffle: Whether each epoch has another order.
+        indices: The indices of the samples in the training split. Set either `indices` or `size`.
+        size: The size of a random subset: a fraction, or a whole number of samples.
+        subset_seed: The seed that chooses the subset. It is independent of the run's seed, so that all runs of a sweep
+            over seeds use the same subset.
+        shuffle: Whether to shuffle the samples in each epoch.
 
     Raises:
         ConfigError: An index is outside the training split or occurs twice, or the subset is empty.
@@ -168,10 +168,10 @@ class SubsetSampler(Sampler[int]):
 
 
 def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
-    """Return the class of each sample, int64 `[N]`.
+    """Return the class number of each sample, int64 `[N]`.
 
     Raises:
-        ConfigError: A target is not one class number.
+        ConfigError: A target is not a single class number.
     """
     targets = targets_of(part, stage="train", inputs=inputs, key=KEY)
     first = torch.as_tensor(targets[0])
@@ -182,13 +182,22 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
 
 
 def weighted_draw(weights: Tensor, count: int, *, replacement: bool) -> Tensor:
-    """Return indices drawn by weights of float64 `[N]`, int64 `[count]`. torch.multinomial limits N to 2 ** 24."""
+    """Return indices drawn in proportion to weights, int64 `[count]`.
+
+    The function exists because torch.multinomial limits N to 2 ** 24.
+
+    Args:
+        weights: The weights, float64 `[N]`.
+        count: The number of draws.
+        replacement: Whether an index can be drawn several times.
+    """
     if replacement:
         edges = weights.cumsum(0)
-        # Rounding may move a draw to the last edge.
+        # Rounding may move a draw to the last edge, past the last sample.
         drawn = torch.searchsorted(edges, torch.rand(count, dtype=torch.float64) * edges[-1], right=True)
         return drawn.clamp_max(int(weights.nonzero()[-1]))
-    # The smallest exponential times with these rates are a draw without replacement.
+    # If times are exponentially distributed with the weights as rates, the smallest times are a weighted draw without
+    # replacement.
     times = torch.empty_like(weights).exponential_() / weights
     return times.topk(count, largest=False).indices
 

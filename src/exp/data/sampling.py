@@ -1,4 +1,4 @@
-"""Run samplers of torch's kind with seeded generators, and check their results."""
+"""Execution of samplers of torch's kind with seeded generators, and checks of the indices they return."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ from exp.errors import (
 )
 from exp.shared_types import Stage
 
-# An item is the number of a sample, or a batch of them, if the user's sampler is correct.
+# The items that a sampler returns: indices of samples, or for a batch sampler lists of indices.
 AnySampler = Sampler[Any]
 Items = list[Any]
-# Makes a sampler: its class, or a partial of the class.
+# A function that makes a sampler: the class, or a functools.partial of the class.
 MakeSampler = Callable[..., AnySampler]
 # Packages whose samplers depend only on the generators, not on earlier epochs.
 STATELESS = ("exp", "torch")
-# Returns the wrong items of an epoch and the expected ones; None for a valid epoch.
+# A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items, or None
+# if all items are valid.
 Judge = Callable[[Sequence[Any]], tuple[str, str] | None]
 
 
 class Passes:
-    """The items of a sampler by epoch. All epochs have as many items as the first.
+    """The items that a sampler returns in each epoch. All epochs have the same number of items.
 
-    Before each epoch, the generators of Python, NumPy and torch are set to (seed, stage, epoch), and `set_epoch` is
-    called if the sampler has it. A resumed run repeats earlier epochs of a sampler that may keep state between epochs.
+    Before each epoch, the generators of Python, NumPy and torch are seeded from (seed, stage, epoch). If the sampler
+    has `set_epoch`, it is called. A sampler of another package may keep state between epochs; for such a sampler, a
+    resumed run repeats all earlier epochs.
 
     Args:
         make: Makes the sampler.
-        key: The config key below `data.`.
+        key: The config key below `data.`, for messages.
         stage: The stage of the split.
         seed: The seed of the run.
         judge: Checks the items of an epoch.
@@ -118,7 +120,13 @@ class Passes:
 
 
 class SampledOrder:
-    """The samples of a sampler by epoch, a Draw. samples: The number of samples in the split."""
+    """The sample indices that a sampler returns, by epoch.
+
+    Args:
+        make: Makes the sampler.
+        samples: The number of samples in the split.
+        seed: The seed of the run.
+    """
 
     def __init__(self, make: Callable[[], AnySampler], *, samples: int, seed: int) -> None:
         judge = functools.partial(_wrong_index, samples=samples)
@@ -132,7 +140,16 @@ class SampledOrder:
 
 
 class SampledBatches(EpochBatches):
-    """The global batches of a batch sampler. An evaluation must contain each of the `samples` of the split once."""
+    """The global batches that a batch sampler returns.
+
+    In evaluation, the batches must contain each sample exactly once.
+
+    Args:
+        make: Makes the batch sampler.
+        samples: The number of samples in the split.
+        stage: The stage of the split.
+        seed: The seed of the run.
+    """
 
     def __init__(self, make: Callable[[], AnySampler], *, samples: int, stage: Stage, seed: int) -> None:
         self._samples, self._is_whole, self.seed = samples, stage != "train", seed
@@ -164,7 +181,7 @@ class SampledBatches(EpochBatches):
 
 
 def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | None:
-    """Return the first item that is not the number of a sample, and the expected items; None if all are."""
+    """Return the first item that is not a sample index, and a description of valid items; None if all items are valid."""
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
             return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"
@@ -175,9 +192,10 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
     """Return the function that makes a sampler.
 
     Args:
-        make: The class of the sampler, or a partial of it.
-        key: The config key below `data.`.
-        offers: Values of parameters that the sampler has and the config does not set.
+        make: The class of the sampler, or a functools.partial of the class.
+        key: The config key below `data.`, for messages.
+        offers: Values by parameter name. They are passed if the sampler has the parameter and the config does not set
+            it.
     """
     target, given = (make.func, dict(make.keywords)) if isinstance(make, functools.partial) else (make, {})
     taken = inspect.signature(make).parameters

@@ -1,7 +1,7 @@
-"""Files of records: CSV, lines of JSON, Parquet, .npz and .tar. No content of a file is executed.
+"""Files of records: CSV, JSON Lines, Parquet, .npz and .tar. No content of a file is executed.
 
-Skipping a record is cheap: a line stores its text, other records the place of their values. Values are read and parsed
-when a sample is made.
+Skipping a record is cheap. A record of a file of lines stores its text; other records store the position of their
+values. Values are read and parsed when a sample is made.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ JSON = "json"
 BLOCK = tarfile.BLOCKSIZE
 
 
-# Not frozen: creating a frozen one takes as long as reading the record.
+# The class is not frozen, because creating a frozen object takes as long as reading the record.
 @dataclass(slots=True)
 class Record:
-    """A record of a file, whose values are not read yet.
+    """A record of a file. Its values are read on request.
 
     Args:
         file: The file.
-        number: The number of the record in the file, from 0.
-        held: The place of the values in the file.
-        line: The line on which the record ends, in files of lines.
+        number: The index of the record in the file, from 0.
+        held: The text of the record, or the position of its values in the file.
+        line: The number of the line on which the record ends; 0 if the file has no lines.
     """
 
     file: ShardFile
@@ -53,7 +53,10 @@ class Record:
     line: int = 0
 
     def columns(self, wanted: Sequence[str] | None = None) -> dict[str, object]:
-        """Return the existing values of the wanted columns, or all values.
+        """Return values of the record by column.
+
+        Args:
+            wanted: The columns to return. Columns that do not exist are left out. None returns all columns.
 
         Raises:
             SampleError: The values cannot be read.
@@ -65,11 +68,11 @@ class Record:
 
 
 class ShardFile(ABC):
-    """A file of records.
+    """Base class of files of records.
 
     Attributes:
-        names: The columns; None if only a record states them.
-        length: The number of records; None if the file does not state it.
+        names: The columns; None if only the records have column names.
+        length: The number of records; None if it is unknown without reading the file.
     """
 
     names: tuple[str, ...] | None = None
@@ -88,25 +91,30 @@ class ShardFile(ABC):
 
     @abstractmethod
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        """Return the values of a record; see Record.columns."""
+        """Return values of a record by column; see Record.columns."""
 
     def names_of(self, record: Record) -> tuple[str, ...]:
         """Return the columns of a record."""
         return tuple(self.values(record, None)) if self.names is None else self.names
 
     def damage_error(self, number: int, reason: object) -> SampleError:
-        """Return the error of a damaged file. number: The number of the first record that cannot be read."""
+        """Return the error for a damaged file.
+
+        Args:
+            number: The index of the first record that cannot be read.
+            reason: The exception or a text.
+        """
         line = next(iter(str(reason).splitlines()), type(reason).__name__)
         got = f"{self.file}, which cannot be read at sample {number}: {line}"
         return sample_error("dataset.files", got=got, expected="whole files", fix="Replace the file, or leave it out")
 
     def format_error(self, reason: object, expected: str) -> ConfigError:
-        """Return the error of a file of another format, found before a record is read."""
+        """Return the error for a file that does not have the expected format. It is found before a record is read."""
         return file_error(self.file, reason, expected, key="dataset.files")
 
 
 class CsvShard(ShardFile):
-    """Rows of text after a line of names. A record stores its row, and the line on which it ends."""
+    """A CSV file with a header. A record stores its row, and the number of the line on which the row ends."""
 
     names: tuple[str, ...]
 
@@ -143,7 +151,7 @@ class CsvShard(ShardFile):
 
 
 class JsonLines(ShardFile):
-    """A mapping in JSON on each line. A record stores its line."""
+    """A file with a JSON object on each line. A record stores its line."""
 
     def records(self) -> Iterator[Record]:
         numbers = count()
@@ -163,13 +171,13 @@ class JsonLines(ShardFile):
 
 
 class ChunkedFile(ShardFile):
-    """A file whose rows are read in larger chunks. A record stores its chunk, which is read when a sample is made.
+    """A file that is read in chunks of rows. A record refers to its chunk, which is read when a sample is made.
 
     Args:
         file: The file.
         names: The columns.
-        chunks: The number of rows of each chunk.
-        errors: The exceptions of a damaged chunk.
+        chunks: The number of rows in each chunk.
+        errors: The exceptions that are raised for a damaged chunk.
     """
 
     def __init__(
@@ -197,11 +205,11 @@ class ChunkedFile(ShardFile):
 
     @abstractmethod
     def read(self, chunk: int, name: str) -> np.ndarray | pyarrow.Array:
-        """Return a column of a chunk."""
+        """Return the values of a column in a chunk."""
 
 
 class ParquetShard(ChunkedFile):
-    """Rows of columns with types. A chunk is a row group."""
+    """A Parquet file. A chunk is a row group."""
 
     def __init__(self, file: Path) -> None:
         require_extra("pyarrow", feature="data=stream of Parquet files", extra="parquet", key="dataset.files")
@@ -210,7 +218,7 @@ class ParquetShard(ChunkedFile):
         self.file = file
         errors = (ArrowException, OSError)
         try:
-            # An open file: from a path, pyarrow would add columns with the names of the folders.
+            # pyarrow receives an open file, because from a path it would add a column for each folder named key=value.
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
         except errors as error:
@@ -228,7 +236,7 @@ class ParquetShard(ChunkedFile):
 
 
 class NpzShard(ChunkedFile):
-    """Arrays `[N, ...]` of one length by name. The only chunk has all rows."""
+    """An .npz file of arrays `[N, ...]` of equal length. The file is a single chunk."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -255,10 +263,12 @@ class NpzShard(ChunkedFile):
 
 
 class TarShard(ShardFile):
-    """Files in a .tar, as WebDataset has them. Consecutive files with the same name up to the first dot are a record.
+    """A .tar file in the format of WebDataset.
 
-    A column is the rest of the name: `cls` and `png` of 0001.cls and 0001.png. `json.label` is an entry of 0001.json.
-    A record stores the place of its files, and the open archive.
+    Consecutive files with the same name up to the first dot form a record.
+
+    A column is the rest of the file name: 0001.cls and 0001.png are the columns `cls` and `png`. `json.label` is the
+    value of the key `label` in 0001.json. A record stores the position of its files, and the open archive.
     """
 
     def __init__(self, file: Path) -> None:
@@ -267,7 +277,7 @@ class TarShard(ShardFile):
             size = raw.seek(0, os.SEEK_END)
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
-                # A truncated file may have lost records.
+                # Records may be missing, because the file is truncated.
                 raise self.format_error("without a block of zeros at its end", "a whole .tar that is not compressed")
 
     def records(self) -> Iterator[Record]:
@@ -288,7 +298,11 @@ class TarShard(ShardFile):
             yield Record(self, number, (opened, held))
 
     def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
-        """Yield the folder, the name, the ending, and the offset and size of the content of each file."""
+        """Yield for each file: its folder, the name before the first dot, the name after it, and the position of the
+        content.
+
+        The position is the offset and the size in bytes.
+        """
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 vars(archive)["members"].clear()  # tarfile keeps all members; its type stubs lack the attribute
@@ -299,7 +313,7 @@ class TarShard(ShardFile):
                     raise tarfile.ReadError(f"{member.name} is a link or a device, not a file")
                 stem, _, column = name.partition(".")
                 yield folder, stem, column.lower(), (member.offset_data, member.size)
-            # tarfile takes a damaged header for the end of the archive.
+            # tarfile mistakes a damaged header for the end of the archive.
             raw.seek(archive.offset)
             if raw.read(BLOCK).strip(b"\0"):
                 raise tarfile.ReadError(f"the content at byte {archive.offset} is not a file of a .tar")
@@ -337,7 +351,7 @@ class TarShard(ShardFile):
 
 
 class OpenFile:
-    """A file that is open as long as a record refers to it."""
+    """An open file that is closed when no record refers to it."""
 
     def __init__(self, file: Path) -> None:
         self.raw = file.open("rb")
@@ -347,7 +361,7 @@ class OpenFile:
 
 
 def _files_of(record: Record) -> tuple[OpenFile, dict[str, tuple[int, int]]]:
-    """Return the open archive of a record, and the offset and size of each file."""
+    """Return the open archive of a record, and the offset and size in bytes of each file by column."""
     return cast(tuple[OpenFile, dict[str, tuple[int, int]]], record.held)
 
 
@@ -356,7 +370,7 @@ def _decode_array(content: bytes) -> object:
 
 
 PICTURES = ("png", "jpg", "jpeg", "bmp", "gif", "tif", "tiff", "webp", "ppm", "pgm")
-# By the last ending of a name in a .tar, the function that decodes its bytes.
+# The function that decodes the bytes of a file in a .tar, by the last ending of its name.
 DECODERS: Mapping[str, Callable[[bytes], object]] = {
     **dict.fromkeys(PICTURES, bytes),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
@@ -367,7 +381,7 @@ DECODERS: Mapping[str, Callable[[bytes], object]] = {
 
 
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    """Return the shape of an array of an .npz, without reading the array."""
+    """Return the shape of an array in an .npz file. The array is not read."""
     with archive.open(name) as raw:
         version = np.lib.format.read_magic(raw)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -378,12 +392,12 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
 
 
 def arrow_value(column: np.ndarray | pyarrow.Array, row: int) -> object:
-    """Return one value of a column as NumPy or Python represents it."""
+    """Return the value of a column in a row as a NumPy or Python object."""
     if isinstance(column, np.ndarray):
         return column[row]
     scalar = column[row]
     values = getattr(scalar, "values", None)
-    # A list of numbers. Lists of lists, texts and mappings are converted by as_py, which is slower.
+    # A list of numbers becomes an array. as_py converts all other values, which is slower.
     if values is not None and hasattr(values, "to_numpy") and not values.type.num_fields and not values.null_count:
         return values.to_numpy(zero_copy_only=False)
     return scalar.as_py()

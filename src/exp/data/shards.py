@@ -1,4 +1,4 @@
-"""A data set that does not fit in memory: files of records, read as a stream."""
+"""Data sets that do not fit in memory. Files of records are read as a stream."""
 
 from __future__ import annotations
 
@@ -28,27 +28,32 @@ Patterns = str | Sequence[str]
 class Shards(Dataset[object]):
     """Files of records. Each split reads some of the files as a stream; see ShardStream.
 
-    A file ends in .csv or .tsv (rows after a header), .jsonl (a JSON mapping on each line), .parquet, .npz (arrays
-    `[N, ...]`) or .tar (see TarShard). All files are of one kind.
+    The supported files are .csv and .tsv (rows after a header), .jsonl (a JSON object on each line), .parquet, .npz
+    (arrays `[N, ...]`) and .tar (see TarShard). All files must have the same format.
 
     Args:
-        files: A glob, or several, relative to the current folder or to `directory`. data.parts and parts_seed divide
-            the files among the splits. Or a mapping of train, val and test to globs.
-        target: As in Fields.
-        directory: The folder in which files are looked up after the current one.
-        inputs: As in Fields. A text of a .csv file that is a number becomes a number.
-        task: As in Fields.
-        classes: As in Fields.
-        dtypes: As in Fields.
-        count: Whether files other than .parquet and .npz are read once before the run to count their records.
-            Otherwise the length of an epoch is unknown.
-        delimiter: The sign between values of a .csv file. A .tsv file has tabs.
-        scale: As in Fields.
-        resize: As in Images, and so are the following options of pictures.
+        files: One or several glob patterns, relative to the current folder or to `directory`. data.parts and parts_seed
+            divide the files among the splits. Or a mapping of train, val and test to patterns.
+        target: See Fields.
+        directory: The folder that is searched if a pattern matches no file in the current folder.
+        inputs: See Fields. Texts of numbers in a .csv file become numbers.
+        task: See Fields.
+        classes: See Fields.
+        dtypes: See Fields.
+        count: Whether to count the records of files other than .parquet and .npz before the run, by reading them once.
+            If False, the length of an epoch is unknown.
+        delimiter: The character between values of a .csv file. In a .tsv file, it is a tab.
+        scale: See Fields.
+        resize: See PictureForm.
+        crop: See PictureForm.
+        mode: See PictureForm.
+        mean: See PictureForm.
+        std: See PictureForm.
+        background: See PictureForm.
         parts_seed: The seed that divides the files.
 
     Raises:
-        ConfigError: A file or a column does not exist, a file is found to be damaged, or pyarrow is not installed.
+        ConfigError: A file or a column does not exist, a file is damaged, or pyarrow is not installed.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledRecords"
@@ -104,10 +109,11 @@ class Shards(Dataset[object]):
         """Return a stream for each split.
 
         Args:
-            sizes: The fractions of the files, for files that are not given by split.
+            sizes: The fraction of the files for each split. It must be the default if `files` is given by split.
 
         Raises:
-            ConfigError: Files by split have sizes, a size is a number of samples, or there are fewer files than splits.
+            ConfigError: Sizes are set for files given by split, a size is a number of samples, or there are fewer files
+                than splits.
         """
         if None not in self.files:
             if dict(sizes) != dict(DEFAULT_SIZES):
@@ -132,9 +138,9 @@ class Shards(Dataset[object]):
 
 
 class ShardStream(IterableDataset[object]):
-    """The samples of some files, in the order of the records.
+    """The samples of several files, in the order of the records.
 
-    Every rank and every worker passes over all records, but reads and parses only those of its samples.
+    Every rank and every worker iterates over all records. It reads and parses only the records of its own samples.
 
     Attributes:
         num_classes: The number of class names; None if targets are numbers.
@@ -149,7 +155,14 @@ class ShardStream(IterableDataset[object]):
             require_sample(self._length, files[0].file, key="dataset.files")
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Record]:
-        """Yield the records of one epoch, with the files sorted by name or shuffled by (seed, epoch)."""
+        """Yield the records of one epoch.
+
+        Args:
+            seed: The seed of the run.
+            epoch: The epoch, from 0.
+            shuffle: Whether to shuffle the files by (seed, epoch). Otherwise files are read in the order of their
+                names.
+        """
         order = list(range(len(self.files)))
         if shuffle:
             order = permutation(seed=seed_for(seed, "shards"), epoch=epoch, length=len(self.files)).tolist()
@@ -157,7 +170,7 @@ class ShardStream(IterableDataset[object]):
             yield from self.files[place].records()
 
     def sample(self, record: Record) -> object:
-        """Return the sample of a record. Raise SampleError with the place of a record that cannot be read."""
+        """Return the sample of a record. Raise SampleError with the position of the record if it cannot be read."""
         return self.fields.sample(record.columns(self.fields.columns), where=str(record))
 
     @property
@@ -168,14 +181,14 @@ class ShardStream(IterableDataset[object]):
         return map(self.sample, self.records(seed=0, epoch=0, shuffle=False))
 
     def __len__(self) -> int:
-        """Raise TypeError if a file does not state its number of records."""
+        """Return the number of samples. Raise TypeError if it is unknown without reading the files."""
         if self._length is None:
             raise TypeError("data=stream: these files do not state their number of records; data.dataset.count=true")
         return self._length
 
 
 def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
-    """Return a file of records. Raise ConfigError for an unknown ending."""
+    """Return the file of records at a path. Raise ConfigError for an unsupported ending."""
     kind = file.suffix.lower()
     if kind in (".csv", ".tsv"):
         return CsvShard(file, delimiter="\t" if kind == ".tsv" else delimiter)
@@ -201,10 +214,10 @@ def _length(file: ShardFile, *, count: bool) -> int | None:
 
 
 def fields_of(fields: Fields, files: Sequence[ShardFile]) -> Fields:
-    """Return the fields with the form of the first record.
+    """Return a copy of the fields, completed with the shapes and dtypes of the first record.
 
     Raises:
-        ConfigError: A file lacks a column, or the first record is not a valid sample.
+        ConfigError: A file does not have a column, or the first record is not a valid sample.
     """
     for file in files:
         if file.names is not None:

@@ -1,4 +1,4 @@
-"""Sources of columns by name: files whose columns are read as numbers, dates and words."""
+"""Files with named columns, which are read as numbers, dates and words."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from exp.data.tables import Words
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 Task = Literal["classification", "regression"]
-# A column by its name, or by its number from 0 in a file without names.
+# A column's name, or its number from 0 if the file has no header.
 Name: TypeAlias = str | int
 # The values of a column.
 Values: TypeAlias = Sequence[object] | np.ndarray
-# By the number of a column: the format of its dates for strptime, None for ISO 8601; or the fix of a missing value.
+# Days: the format of the dates by column number, for strptime; None for ISO 8601.
+# Fixes: the fix that is reported for a missing value, by column number.
 Days: TypeAlias = Mapping[int, str | None]
 Fixes: TypeAlias = Mapping[int, str]
-# By the number of a column with an error: the first row with one, and its text.
+# The first invalid row, and its text, by column number.
 Unread: TypeAlias = dict[int, tuple[int, str]]
-# By the number of a column: returns a number or a code from a text.
+# The function that converts a text to a number or a word's code, by column number.
 Readers: TypeAlias = Mapping[int, Callable[[str], float]]
 NOTHING: Mapping[int, str] = MappingProxyType({})
-# More labels with fractions than this are numbers to predict.
+# If there are more labels than this, and they are numbers with fractions, the task is probably a regression.
 MANY_LABELS = 20
-# The names of a column without one: an empty name, and those that pandas gives to row numbers in CSV and in Parquet.
+# The names of columns without a name: an empty name, and the names that pandas writes for row numbers.
 NAMELESS = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
-# An empty name, as users type it.
+# An empty name as users type it on the command line.
 NO_NAME = "''"
 NO_ANSWER = "A row without its target cannot be learned from: remove it from the file"
 NO_NUMBER = (
@@ -49,11 +50,11 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Columns of a source that were read together.
+    """Columns that were read from a source.
 
     Args:
-        numbers: The numbers and days, float64 `[N, K]`; nan for a missing one.
-        words: The columns of words by their number in the file.
+        numbers: The columns of numbers and dates, float64 `[N, K]`; nan for a missing value.
+        words: The columns of words, by column number in the file.
     """
 
     numbers: np.ndarray
@@ -61,12 +62,12 @@ class Columns:
 
 
 class Source(ABC):
-    """A file with columns by name.
+    """Base class of files with named columns.
 
     Args:
         file: The file, for messages.
         names: The names of the columns, in order.
-        missing: The texts that stand for a missing value.
+        missing: The texts that mean a missing value.
     """
 
     def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
@@ -74,23 +75,23 @@ class Source(ABC):
 
     @abstractmethod
     def place(self, row: int) -> str:
-        """Return the name of a row for messages."""
+        """Return the position of a row for messages, such as "line 3 of data.csv"."""
 
     @abstractmethod
     def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:
-        """Yield the values of columns, some rows at a time, or their numbers and codes, float64 `[n, columns]`.
+        """Yield the values of columns in chunks of rows. A chunk is a list of columns, or float64 `[n, columns]`.
 
         Args:
-            columns: The columns.
-            readers: The functions that return a number or a code from a text, for columns without plain numbers.
+            columns: The column numbers.
+            readers: The functions that convert texts of dates and words, by column number.
         """
 
     def is_date(self, column: int) -> bool:
-        """Return whether the file stores a column as dates."""
+        """Return whether the file stores a column with a date type."""
         return False
 
     def column(self, name: Name, *, key: str) -> int:
-        """Return the number of a column. Raise ConfigError at `key` for an unknown name."""
+        """Return the number of a column. Raise ConfigError at the config key `key` for an unknown name."""
         if str(name) in self.names:
             return self.names.index(str(name))
         raise name_error(key, str(name), self.names, expected=f"a column of {self.file}")
@@ -102,12 +103,12 @@ class Source(ABC):
 
         Args:
             numbers: The columns of numbers and of dates.
-            days: The dates among `numbers`, with their formats. They become days since 1970.
+            days: The columns of dates among `numbers`, with their formats. Dates become days since 1970.
             words: The columns of words and of classes.
-            fixes: The columns in which no value may be missing, with the fix of a missing value.
+            fixes: The columns in which no value may be missing, with the fix that the error proposes.
 
         Raises:
-            ConfigError: A value does not fit its column; one error for each column.
+            ConfigError: A value does not match its column. There is one error for each column.
         """
         codes = {column: WordCodes(self.missing) for column in words}
         table, coded = np.empty((0, len(numbers))), np.empty((0, len(codes)), dtype=np.int32)
@@ -143,24 +144,24 @@ class Source(ABC):
         return Columns(numbers=table, words=found)
 
     def texts(self, column: int) -> list[str | None]:
-        """Return the words of a column; None for a missing one."""
+        """Return the texts of a column; None for a missing value."""
         return self.read(words=[column]).words[column].texts()
 
     def value_error(self, row: int, column: int, got: str, expected: str, fix: str | None = None) -> ConfigError:
-        """Return the error of one value."""
+        """Return the error for a single value of the file."""
         name = self.names[column]
         got = f"{got} in {self.place(row)}, column {name or NO_NAME}"
         return data_error("dataset.path", got=got, expected=expected, fix=fix, subject=name)
 
     def _numbers(self, values: Values, column: int, days: Days, unread: Unread, *, first: int) -> np.ndarray:
-        """Return numbers or days, float64 `[n]`; nan for a missing one.
+        """Return the numbers of a column, or its dates as days since 1970, float64 `[n]`; nan for a missing value.
 
         Args:
-            values: The values, of which the first is that of the row `first`.
-            column: The column.
-            days: As in `read`.
-            unread: Receives the first error of each column.
-            first: The number of the first row.
+            values: The values of consecutive rows.
+            column: The column number.
+            days: See `read`.
+            unread: The first invalid value of each column, to which this function adds.
+            first: The index of the first of these rows in the file.
         """
         if isinstance(values, np.ndarray) and values.dtype.kind == "M":
             return np.asarray((values - np.datetime64(0, "us")) / np.timedelta64(1, "D"))
@@ -180,9 +181,9 @@ class Source(ABC):
         return found
 
     def _reader(self, column: int, days: Days) -> Callable[[str], float]:
-        """Return the function that reads a number, or a day, from a text.
+        """Return the function that converts a text of a column to a number, or to days since 1970.
 
-        The function returns nan for a missing value and raises ValueError or OverflowError for any other text.
+        The function returns nan for a missing value. It raises ValueError or OverflowError for an invalid text.
         """
         missing, is_day, form = self.missing, column in days, days.get(column)
 
@@ -198,7 +199,7 @@ class Source(ABC):
         return read
 
     def _unread(self, row: int, text: str, column: int, days: Days) -> ConfigError:
-        """Return the error of a text that the reader of its column refuses."""
+        """Return the error for a text that is not a valid value of its column."""
         name = self.names[column] or NO_NAME
         if column not in days:
             return self.value_error(row, column, repr(text), "a finite number", NO_NUMBER.format(name))
@@ -216,17 +217,17 @@ def _append(held: np.ndarray, rows: np.ndarray) -> None:
 
 
 def _codes(values: Values, codes: WordCodes) -> np.ndarray:
-    # Python's dates have the texts that a CSV file has.
+    # NumPy's dates become Python's dates, because only their texts match those of a CSV file.
     held = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "M" else values
     return np.array([codes[value if isinstance(value, str) else text_of(value) or ""] for value in held], np.float64)
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
-    """Return a column of words, sorted as numbers if all of them are numbers, else alphabetically.
+    """Return a column of words with sorted names. If all words are numbers, they are sorted as numbers.
 
     Args:
-        codes: The number of each row's word, `[N]`; -1 for a missing one.
-        words: The words by number.
+        codes: The code of each row's word, `[N]`; -1 for a missing value.
+        words: The words in the order of their codes.
     """
     names = sorted(words)
     numbers = [number for name in names if (number := finite_number(name)) is not None]
@@ -238,7 +239,7 @@ def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
 
 
 def refuse_labels(source: Source, column: int, labels: Words) -> None:
-    """Raise ConfigError if there are many classes and they are numbers with fractions."""
+    """Raise ConfigError if there are more than 20 classes, and they are numbers with fractions."""
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
@@ -248,10 +249,14 @@ def refuse_labels(source: Source, column: int, labels: Words) -> None:
 
 
 def days_since_1970(text: str, form: str | None) -> float:
-    """Return the days of a date in ISO 8601, or in a format of strptime. A date without a time zone is in UTC.
+    """Return the number of days from 1970-01-01 to a date. A date without a time zone is in UTC.
+
+    Args:
+        text: The date.
+        form: The format for strptime; None for ISO 8601.
 
     Raises:
-        ValueError: The text is not such a date.
+        ValueError: The text is not a date in this format.
     """
     if not text.isascii() and any(sign.isdecimal() and not sign.isascii() for sign in text):
         raise ValueError(text)  # strptime reads other digits

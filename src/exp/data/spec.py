@@ -1,4 +1,4 @@
-"""Read the shape, dtype and classes of the data, and check them against the config."""
+"""Detection of the shape, dtype and classes of the data, and comparison with the config."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def read_spec(
     num_classes: int | None,
     num_outputs: int | None = None,
 ) -> DataSpec:
-    """Return the spec of the data, checked against the declared one.
+    """Return the spec of the data. Values in the config are compared with the data.
 
     Args:
         declared: The spec of the config. Values that are None, and empty inputs, are read from the data.
-        batch: A batch of one sample, as a network receives it.
-        names: The names in data.inputs. If it is empty, data.input_shape determines the declared inputs.
-        num_classes: The classes that the data set states, or None.
-        num_outputs: The outputs that the data set states, or None.
+        batch: A batch of one sample, converted for the network.
+        names: The names in data.inputs. If they are empty, data.input_shape and input_dtype describe the single input.
+        num_classes: The number of classes that the data set states; None if it states none.
+        num_outputs: The number of outputs that the data set states; None if it states none.
 
     Raises:
-        ConfigError: A value differs from the data, or neither the config nor the data states it.
+        ConfigError: A value in the config differs from the data, or a required value is in neither.
     """
     values = inputs_in(batch)
     shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
@@ -67,15 +67,16 @@ def read_spec(
     _refuse_unlike("input_dtype", declared.input_dtype, dtype)
     _refuse_unlike("num_classes", declared.num_classes, num_classes)
     classes = declared.num_classes if num_classes is None else num_classes
-    # Declared outputs take precedence: two classes may need one output, a regression two.
+    # data.num_outputs takes precedence over the data: a model of two classes may have one output.
     outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
         outputs = target.shape[-1] if target.dim() > 1 else 1
-    # Data may have no target, or several with other names, which terms and metrics select.
+    # Without an entry named `target`, no error is raised: terms and metrics may select targets with other names.
     if outputs is None and target is not None:
         got = "null, and the data set does not state it"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
-    # Terms and hooks receive entries of other dtypes, and empty ones, such as no boxes in the first sample.
+    # The network does not receive entries of other dtypes, or entries that are empty in the first sample, such as boxes.
+    # Terms and hooks do.
     fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     is_alone = list(found) == ["input"] or declared.input_shape is not None
     return DataSpec(
@@ -88,13 +89,17 @@ def read_spec(
 
 
 def attribute(part: object, name: str) -> int | None:
-    """Return a number that a data set, or the whole of a Subset, has as an attribute; None without one."""
+    """Return a number that a data set, or the data set of a Subset, has as an attribute; None if there is no such
+    attribute.
+    """
     number: int | None = getattr(part, name, None)
     return attribute(part.dataset, name) if number is None and isinstance(part, Subset) else number
 
 
 def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequence[str]) -> int | None:
-    """Return the number of classes: the `num_classes` of the splits, else of the config, else of targets in memory.
+    """Return the number of classes.
+
+    Sources in order: the splits' attribute `num_classes`, the config, targets in memory.
 
     Args:
         parts: The splits by stage.
@@ -112,7 +117,7 @@ def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequenc
 
 
 def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> None:
-    """Raise ConfigError if samples lack an input of data.inputs, or have another shape or dtype."""
+    """Raise ConfigError if samples do not have an input of data.inputs, or if its shape or dtype differs."""
     for name, one in declared.items():
         if name not in found:
             raise name_error(f"inputs.{name}", name, found, expected="an entry of the samples")
@@ -127,7 +132,7 @@ def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str,
 
 
 def _refuse_unlike(key: str, declared: object, found: object) -> None:
-    """Raise ConfigError if the config and the data state different values."""
+    """Raise ConfigError if the values of the config and of the data differ. None matches any value."""
     if declared is not None and found is not None and declared != found:
         shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
         fix = f"Correct it, or read it from the data with data.{key}=null"

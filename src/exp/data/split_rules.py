@@ -1,4 +1,4 @@
-"""Divide samples by class, by group, into folds, or by a column that names the split of each sample."""
+"""Rules that divide samples into splits: by class, by group, into folds, or by a column with the name of the split."""
 
 from __future__ import annotations
 
@@ -19,42 +19,44 @@ from exp.data.splits import PART_NAMES, Choose, lengths
 from exp.shared_types import STAGES, Stage
 from exp.spelling import show
 
-# The most pieces of groups from which a split is made. The size of a split is accurate to a twentieth of the samples.
+# The maximum number of pieces into which groups are divided. A split consists of whole pieces, so its size is accurate to
+# a twentieth of the samples.
 FINEST = 20
-# The types of the values of data.split. All others are texts.
+# The types of the values in data.split. Values that are not listed are texts.
 KINDS: Mapping[str, type] = {"stratify": bool, "folds": int, "fold": int}
 
 
 @runtime_checkable
 class NamedColumns(Protocol):
-    """A data set with columns by name, some of which may not be inputs."""
+    """A data set with named columns, including columns that are not inputs."""
 
     def column_texts(self, name: str, *, key: str) -> Sequence[str | None]:
-        """Return a column that is not an input as text; None for a missing value.
+        """Return the texts of a column that is not an input; None for a missing value.
 
         Raises:
-            ConfigError: The column does not exist, or is an input; at `key`.
+            ConfigError: The column does not exist, or is an input. The error is reported at `key`.
         """
 
 
 @runtime_checkable
 class ClassNumbers(Protocol):
-    """A data set that knows the class of each sample before it is prepared."""
+    """A data set that can return the class of each sample before it is prepared."""
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class of each sample, `[N]`. Raise ConfigError at `key` for targets that are not classes."""
+        """Return the class number of each sample, `[N]`. Raise ConfigError at `key` if targets are not classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRules:
-    """The values of `data.split`.
+    """The values of data.split.
 
     Attributes:
-        stratify: Keep the share of each class in every split.
-        group: The column, or the entry of a sample, whose equal values stay in one split; None for no groups.
-        column: The column or entry that names the split of each sample; None to divide by `data.parts`.
-        folds: The number of folds, 2 or more, into which the samples outside of the test split are divided.
-        fold: The fold that is the validation split, from 0; the others are the training split.
+        stratify: Whether each split has the same proportions of classes as the whole data set.
+        group: A column, or an entry of a sample. Samples with equal values are in the same split. None for no groups.
+        column: The column or entry that has the name of each sample's split; None to divide by data.parts.
+        folds: The number of folds, 2 or more; None for no folds. The samples outside the test split are divided into
+            folds.
+        fold: The index of the fold that is the validation split, from 0. The other folds are the training split.
     """
 
     stratify: bool = False
@@ -65,7 +67,7 @@ class SplitRules:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SplitRules:
-        """Read and check the rules. Raise ConfigError for an unknown key or an invalid value."""
+        """Return the rules of data.split. Raise ConfigError for an unknown key or an invalid value."""
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in known:
@@ -85,7 +87,7 @@ class SplitRules:
 
 
 def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
-    """Return a function that chooses the samples of each split by the rules of `data.split`; None without a rule."""
+    """Return the function that chooses the samples of each split by the rules of data.split; None if there are no rules."""
     rules = SplitRules.of(split or {})
     return None if rules == SplitRules() else partial(split_by_rules, rules=rules, seed=seed)
 
@@ -93,12 +95,15 @@ def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
 def split_by_rules(
     dataset: AnyDataset, sizes: Mapping[Stage, int | float], *, rules: SplitRules, seed: int
 ) -> dict[Stage, Tensor]:
-    """Return disjoint sorted indices of each split, int64, chosen by scikit-learn's splitters.
+    """Return the sorted indices of each split, int64.
 
-    With groups, the sizes of the splits are approximate. With folds, `sizes` is only used for the test split.
+    The splits are disjoint and are chosen by scikit-learn's splitters.
+
+    If groups are set, the sizes of the splits are approximate. If folds are set, only the size of the test split is
+    used.
 
     Raises:
-        ConfigError: The samples cannot be divided by these rules.
+        ConfigError: The rules cannot divide the samples.
     """
     if rules.column is not None:
         return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
@@ -138,7 +143,11 @@ class _Samples:
         return cls(classes=classes, groups=groups, seed=seed)
 
     def cut(self, indices: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the remaining samples, and `count` samples. With groups, the count is approximate."""
+        """Divide samples into two sets. If groups are set, the sizes are approximate.
+
+        Returns:
+            The indices of the remaining samples, and the indices of about `count` samples.
+        """
         if count >= len(indices):
             return indices[:0], indices
         if self.groups is not None:
@@ -155,7 +164,7 @@ class _Samples:
         return rest, part
 
     def fold(self, indices: np.ndarray, folds: int, fold: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of the other folds, and those of this fold."""
+        """Return the indices of all samples outside the fold, and the indices in the fold."""
         parts = self._folds(indices, folds)
         return np.concatenate(parts[:fold] + parts[fold + 1 :]), parts[fold]
 
@@ -169,7 +178,7 @@ class _Samples:
         return [indices[part] for _, part in pairs]
 
     def refuse_few(self, rules: SplitRules, *, parts: int) -> None:
-        """Raise ConfigError for fewer groups, or samples of a class, than splits or folds."""
+        """Raise ConfigError if there are fewer groups, or fewer samples of a class, than splits or folds."""
         for key, values in (("group", self.groups), ("stratify", self.classes)):
             if values is None:
                 continue
@@ -190,7 +199,7 @@ def _classes(dataset: AnyDataset) -> Sequence[object]:
 
 
 def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
-    """Return a column, or an entry of each sample, as text."""
+    """Return the values of a column, or of an entry of each sample, as texts."""
     if isinstance(dataset, NamedColumns):
         found = list(dataset.column_texts(name, key=key))
     else:

@@ -1,4 +1,4 @@
-"""Divide a data set into its train, val and test splits."""
+"""Division of a data set into train, val and test splits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from exp.errors import raise_errors
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
-# The names of splits in folders and in other libraries' data sets.
+# The names that folders and other libraries use for each split.
 PART_NAMES: Mapping[Stage, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev", "eval"),
@@ -49,14 +49,14 @@ def make_splits(
     """Return the data set of each stage.
 
     Args:
-        dataset: The data set that is divided into splits.
-        given: The data sets of stages that are given instead.
-        sizes: The size of each split of `dataset`.
-        seed: The seed that draws the splits.
-        choose: Returns the samples of each split of a data set; None draws them by the seed.
+        dataset: The data set that is divided into splits; None if every split has a data set in `given`.
+        given: The data sets of single stages, from data.train, data.val and data.test.
+        sizes: The size of each split of `dataset`; None for the default sizes.
+        seed: The seed that divides `dataset`.
+        choose: Returns the samples of each split of a data set; None for random samples.
 
     Raises:
-        ConfigError: There is no data set, or a stage has two.
+        ConfigError: There is no data set, or a stage has two data sets.
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
@@ -67,7 +67,7 @@ def make_splits(
         got, expected = "rules, and a data set for each split", "data.dataset, which the rules divide"
         raise data_error("split", got=got, expected=expected)
     if dataset is not None:
-        # Without sizes, a data set is divided among the stages that have no other data set.
+        # By default, the data set is divided only among the stages that are not in `given`.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
@@ -78,11 +78,11 @@ def make_splits(
 
 
 def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None]) -> Fitted:
-    """Return the statistics of the training split; empty if no split needs them.
+    """Return the statistics of the training split; empty if no split needs statistics.
 
     Args:
         parts: The splits by stage.
-        earlier: Returns the statistics of the run that this one resumes; None computes them.
+        earlier: Returns the statistics from the checkpoint of a resumed run; None if they must be computed.
     """
     fitted = [stage for stage, part in parts.items() if isinstance(part, Fittable)]
     if not fitted:
@@ -97,7 +97,7 @@ def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | Non
 
 
 def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, AnyDataset]:
-    """Return the splits as a model receives them."""
+    """Return the splits with prepared samples, for example standardized ones."""
     ready = {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
     for stage, part in parts.items():
         made = ready[stage]
@@ -107,13 +107,13 @@ def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, An
 
 
 def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
-    """Return the sizes of the splits in the order train, val, test, without splits of size 0.
+    """Return the sizes of the splits in the order train, val, test. Splits of size 0 are left out.
 
     Raises:
         ConfigError: A name is unknown, a size is negative, or fractions add up to more than 1.
     """
     raise_errors(share_errors(sizes))
-    # A float above 1 comes from a command line such as parts.val=1e3.
+    # A command line such as parts.val=1e3 gives a float above 1.
     wanted = {name: sizes[name] for name in STAGES if sizes.get(name)}
     return {name: int(size) if size > 1 else size for name, size in wanted.items()}
 
@@ -121,17 +121,17 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
 def contiguous_splits(
     sizes: Mapping[Name, int | float], length: int, *, block_size: int | None = None, unit: str = "samples"
 ) -> dict[Name, slice]:
-    """Return the slice of each split in a text or a series. The splits follow each other.
+    """Return the slice of each split in a text or a time series. The splits are consecutive.
 
     Args:
-        sizes: Fractions of the length, or whole numbers.
-        length: The length of the whole.
-        block_size: The size of the blocks that whole numbers count, for a text. A split has one more element than its
-            blocks, the target of the last position.
+        sizes: The size of each split: a fraction, or a whole number of elements or blocks.
+        length: The number of elements.
+        block_size: The number of elements in a block, if whole numbers count the blocks of a text. A split of a text
+            has one more element than its blocks: the target of the last position.
         unit: The name of the elements in the plural, for messages.
 
     Raises:
-        ConfigError: As in `lengths`.
+        ConfigError: A split is empty, or the splits need more elements than exist.
     """
     if block_size is not None:
         sizes = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
@@ -143,15 +143,17 @@ def contiguous_splits(
 
 
 def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:
-    """Return the number of samples of each split. Cumulative fractions are rounded, so that 1 uses all samples.
+    """Return the number of samples of each split.
+
+    Cumulative fractions are rounded, so that a sum of 1 uses all samples.
 
     Args:
-        sizes: Fractions of the length, or whole numbers.
+        sizes: The size of each split: a fraction, or a whole number of samples.
         length: The number of samples.
         unit: The name of the samples in the plural, for messages.
 
     Raises:
-        ConfigError: A split has no samples, or the splits need more samples than exist.
+        ConfigError: A split is empty, or the splits need more samples than exist.
     """
     counts: dict[Name, int] = {}
     along, reached = 0.0, 0
@@ -176,16 +178,16 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
 def divide(
     dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int, choose: Choose | None = None
 ) -> dict[Stage, AnyDataset]:
-    """Return the disjoint splits of a data set, chosen by the seed.
+    """Return the disjoint splits of a data set.
 
     Args:
         dataset: The data set.
         sizes: The size of each split.
-        seed: The seed.
-        choose: As in make_splits.
+        seed: The seed that chooses random samples.
+        choose: Returns the samples of each split; None for random samples.
 
     Raises:
-        ConfigError: The data set is a stream, which cannot be divided; or as in `lengths`.
+        ConfigError: The data set is an IterableDataset, a split is empty, or the splits need more samples than exist.
     """
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
@@ -209,7 +211,7 @@ def divide(
 def _own_parts(
     own: Mapping[Stage, AnyDataset], wanted: Mapping[Stage, int | float], *, seed: int
 ) -> dict[Stage, AnyDataset]:
-    """Return the splits that a data set defines. A missing split is taken from its training split."""
+    """Return the splits that a data set defines. A split that it does not define is taken from its training split."""
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
     for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
@@ -221,14 +223,14 @@ def _own_parts(
 
 
 def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) -> dict[Name, Tensor]:
-    """Return the sorted indices of each split, int64. The splits are disjoint."""
+    """Return the sorted indices of each split, int64. The splits are disjoint random samples."""
     counts = lengths(sizes, length)
     generator = torch.Generator().manual_seed(seed_for(seed, "parts"))
     chosen = torch.randperm(length, generator=generator)[: sum(counts.values())]
     pieces = chosen.split(list(counts.values()))
     found = {}
     for name, piece in zip(counts, pieces, strict=True):
-        # A mask, because sorting ten million numbers takes a second.
+        # A mask sorts the indices, because torch.sort takes a second for ten million numbers.
         marks = torch.zeros(length, dtype=torch.bool)
         marks[piece] = True
         found[name] = marks.nonzero().flatten()

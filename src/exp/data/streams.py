@@ -1,13 +1,13 @@
-"""Batches of an IterableDataset: every rank reads the whole stream and keeps its share of each global batch.
+"""Batches of an IterableDataset. Every rank reads the whole stream and keeps its own samples of each global batch.
 
-Every rank therefore has the same number of batches, also for a stream of unknown length, and each sample counts once.
-Transforms and collation, which cost most, are applied only to a rank's own samples. Each worker reads the whole stream,
-too, and makes every num_workers-th batch.
+Every rank therefore has the same number of batches, even if the length of the stream is unknown, and each sample is
+read exactly once. Transforms and collation cost most, and are applied only to a rank's own samples. Each worker also
+reads the whole stream. A worker makes every num_workers-th batch.
 
-Skipping a record of a Recorded stream is cheap. The values of a record are read and parsed when its sample is needed.
+Skipping a record of a Recorded stream is cheap, because its values are parsed only when the sample is needed.
 
-Private name of torch (seen in 2.11 to 2.13, and tested): torch.utils.data._utils.worker._worker_info, which
-get_worker_info reads.
+This module uses a private name of torch (seen in 2.11 to 2.13, and tested):
+torch.utils.data._utils.worker._worker_info, which get_worker_info reads.
 """
 
 from __future__ import annotations
@@ -33,10 +33,19 @@ END = object()
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A stream of records that are cheap to skip. Only their order is random, a function of (seed, epoch)."""
+    """A stream of records that are cheap to skip.
+
+    Its order depends only on (seed, epoch), and it draws no other random numbers.
+    """
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[object]:
-        """Yield the records of one epoch."""
+        """Yield the records of one epoch.
+
+        Args:
+            seed: The seed of the run.
+            epoch: The epoch, from 0.
+            shuffle: Whether to shuffle the records.
+        """
 
     def sample(self, record: object) -> object:
         """Return the sample of a record."""
@@ -44,22 +53,24 @@ class Recorded(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class ShareOfStream(IterableDataset[tuple[object, int, int]]):
-    """Yields (collated data, size, global size) for each batch of this worker.
+    """Yields the batches that one worker of one rank makes, as (collated data, size, global size).
+
+    The size is the number of this rank's samples. The global size is the number of samples on all ranks.
 
     Args:
         dataset: The stream.
         transforms: The transforms of samples.
         assembly: Makes a batch from samples.
-        batch_size: The samples of a global batch.
-        drop_last: Whether a short last batch is left out.
-        shuffle_buffer: The number of samples among which the order is random; below 2 for none.
+        batch_size: The number of samples in a global batch.
+        drop_last: Whether to drop a short last batch.
+        shuffle_buffer: The number of samples in the shuffle buffer; 0 or 1 for no shuffling.
         seed: The seed of the run.
         stage: The stage.
-        rank: This rank.
+        rank: The rank.
         world_size: The number of ranks.
-        shuffle: Whether each epoch has another order of records.
-        epoch: The epoch of the first batch.
-        start: The number of the first batch in the epoch.
+        shuffle: Whether to shuffle the records of a Recorded stream in each epoch.
+        epoch: The epoch to read, from 0.
+        start: The number of the first batch to yield in the epoch.
     """
 
     dataset: IterableDataset[object]
@@ -99,9 +110,9 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             batch += 1
 
     def _read(self) -> Iterator[Sample | ExpError]:
-        """Yield the samples. The generators are set to (seed, split, epoch, index) before each sample.
+        """Yield the samples. Before each sample, the generators are seeded from (seed, split, epoch, index).
 
-        A sample that cannot be read is the last one; its error is yielded.
+        If a sample cannot be read, its error is yielded instead, and no more samples are read.
         """
         index, wanted = 0, declared_length(self.dataset)
         is_random = not isinstance(self.dataset, Recorded)
@@ -136,13 +147,13 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         return open_stream(self.dataset, epoch=self.epoch)
 
     def _shuffle(self, samples: Iterator[Sample | ExpError]) -> Iterator[Sample | ExpError]:
-        """Yield the samples in an order that is random within a buffer, a function of (seed, epoch)."""
+        """Yield the samples in the random order of a shuffle buffer. The order depends only on (seed, epoch)."""
         size = self.shuffle_buffer
         if size < 2:
             yield from samples
             return
         buffer = list(islice(samples, size))
-        # One draw for each sample from one generator: every rank and worker reads the whole stream, so all agree.
+        # Every rank and worker reads the whole stream and draws one number per sample, so all have the same order.
         generator = sample_generator(seed=self.seed, epoch=self.epoch, index=-1)
         for sample in samples:
             place = int(generator.integers(size))
@@ -152,7 +163,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             yield buffer[place]
 
     def _transform(self, position: int, sample: Sample | ExpError) -> Sample | ExpError:
-        """Return a sample after the transforms. position: Its place in the epoch, which seeds the generators."""
+        """Return a sample after the transforms. The generators are seeded from its position in the epoch."""
         if isinstance(sample, ExpError):
             return sample
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position, stage=self.stage)
@@ -166,12 +177,12 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
 
 class StreamLoader(Loader):
-    """Shares of this rank in the global batches of a stream."""
+    """Loader of the batches of an IterableDataset on one rank."""
 
     def __init__(self, *, stage: Stage, stream: ShareOfStream, options: FetchOptions) -> None:
         super().__init__(stage=stage)
         self.stream = stream
-        # Workers cannot persist, because each epoch sends them a copy of the stream with that epoch.
+        # Workers cannot persist, because each epoch starts with a new copy of the stream that contains the epoch.
         self._options = replace(options, persistent_workers=False)
 
     def _length(self) -> int | None:
@@ -196,12 +207,12 @@ def declared_length(dataset: IterableDataset[object]) -> int | None:
 
 
 def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:
-    """Return an iterator over the samples of one epoch."""
+    """Return an iterator over the samples of one epoch. `set_epoch` is called if the data set has it."""
     if isinstance(dataset, Epochs):
         dataset.set_epoch(epoch)
     return iter(dataset)
 
 
 def hide_worker() -> None:
-    """Hide the worker from a stream that would shard itself over workers."""
+    """Set torch's worker info to None, because a stream that sees a worker would read only a part of its samples."""
     _utils.worker._worker_info = None

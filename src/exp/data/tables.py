@@ -1,4 +1,7 @@
-"""Tables of numbers and words, encoded by the statistics of the training split, and the tables of scikit-learn."""
+"""Tables of numbers and words, encoded with statistics of the training split.
+
+The tables of scikit-learn are included.
+"""
 
 from __future__ import annotations
 
@@ -23,53 +26,54 @@ from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
-# The statistics of a training split by name.
+# The statistics of the training split, by the names that Table.fit sets.
 Statistics = Mapping[str, Any]
-# The name of the statistics in Fitted, and the word of a missing value.
+# FITTED is the key of a table's statistics in Fitted. MISSING is the word that replaces a missing value.
 FITTED, MISSING = "table", ""
-# Rows that are encoded together, so that their float64 values need little memory.
+# The number of rows that are encoded at once, so that their float64 values need little memory.
 PIECE = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """A column of words, or of classes.
+    """A column of words or of classes.
 
     Args:
-        codes: The number of each row's word, `[N]`; -1 for a missing one.
-        names: The words, in order.
+        codes: The code of each row's word, `[N]`; -1 for a missing value.
+        names: The words in the order of their codes.
     """
 
     codes: np.ndarray
     names: tuple[str, ...]
 
     def texts(self) -> list[str | None]:
-        """Return the word of each row; None for a missing one."""
+        """Return the word of each row; None for a missing value."""
         names = (*self.names, None)
         return [names[code] for code in self.codes.tolist()]
 
 
 class Table(Dataset[object]):
-    """Rows of numbers and words, with one target or several.
+    """Rows of numbers and words, with one or several targets.
 
-    A sample is (input, target). `input` is float32 `[F]`: the numbers, then the one-hot encoding of each column of
-    words. A target is a class, int64 `[]`, or K numbers to predict, float32 `[K]`. With several targets, or with words
-    as an index, a sample is a mapping of names.
+    A sample is (input, target). `input` is float32 `[F]`: the numbers, followed by the one-hot encodings of the columns
+    of words. A target is a class, int64 `[]`, or K numbers to predict, float32 `[K]`. If there are several targets, or
+    encoding="index", a sample is a mapping of names.
 
-    The statistics of the training split encode all splits, as scikit-learn's SimpleImputer, StandardScaler and
-    OneHotEncoder(handle_unknown="ignore") do. The splits of a table share its columns and store the numbers of their
-    rows.
+    All splits are encoded with the statistics of the training split, like scikit-learn's SimpleImputer, StandardScaler
+    and OneHotEncoder(handle_unknown="ignore"). The splits of a table share its columns, and store only the indices of
+    their rows.
 
     Args:
-        columns: The names of the numbers.
-        numbers: float64 `[N, F]`; nan for a missing one.
+        columns: The names of the columns of numbers.
+        numbers: The numbers, float64 `[N, F]`; nan for a missing value.
         words: The columns of words by name.
-        targets: The classes, or float64 `[N, K]`, by name. A single target is called `target`.
-        standardise: Whether numbers, and targets that are numbers, have mean 0 and deviation 1 in the training split.
-        impute: The value of a missing number: the mean, the median or the most frequent one of the training split. A
-            missing word is a separate word, or the most frequent one with "most_frequent".
-        encoding: "one_hot", or "index" for a second input, `categories`, int64 `[C]`: the number of each column's word,
-            0 for a word that is not in the training split.
+        targets: The targets by name: classes, or numbers, float64 `[N, K]`. A single target is named `target`.
+        standardise: Whether to scale numbers, and targets that are numbers, to mean 0 and standard deviation 1 in the
+            training split.
+        impute: The replacement of a missing number: the mean, the median or the most frequent value of the training
+            split. "most_frequent" also replaces missing words; otherwise a missing word is a separate word.
+        encoding: "one_hot", or "index" for a second input, `categories`, int64 `[C]`. An index is the number of the
+            word in the training split, from 1; 0 is a word that is not in the training split.
 
     Attributes:
         notes: Notes on the file, one line each.
@@ -102,14 +106,17 @@ class Table(Dataset[object]):
         return len(self.numbers) if self.rows is None else len(self.rows)
 
     def select(self, indices: Tensor) -> Self:
-        """Return these rows as a table."""
+        """Return the rows at indices as a table."""
         part = copy.copy(self)
         part.rows = self._of_rows(np.arange(len(self.numbers)))[indices.numpy()]
         part.indices, part.whole_length = indices, len(self)
         return part
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class of each row, `[N]`. Raise ConfigError at `key` unless one target has classes."""
+        """Return the class number of each row, `[N]`.
+
+        Raise ConfigError at `key` unless exactly one target has classes.
+        """
         found = [self._of_rows(target.codes) for target in self.targets.values() if isinstance(target, Words)]
         if len(found) != 1:
             raise data_error(
@@ -118,14 +125,14 @@ class Table(Dataset[object]):
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Raise ConfigError at `key`: a table that was not read from a file has no other columns."""
+        """Raise ConfigError at `key`, because only a table from a file has columns that are not inputs."""
         raise data_error(key, got=name, expected="a column of a file that is not an input")
 
     def fit(self) -> Fitted:
-        """Return names of columns, means, deviations, fills, words and classes of these rows.
+        """Return the statistics of these rows: column names, means, deviations, imputed values, words and classes.
 
         Raises:
-            ConfigError: A column has no number.
+            ConfigError: A column of numbers has only missing values.
         """
         found: dict[str, object] = {
             "numbers": list(self.columns),
@@ -157,10 +164,11 @@ class Table(Dataset[object]):
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Encode the rows by the statistics of the training split.
+        """Return the rows encoded with the statistics of the training split.
 
         Raises:
-            ConfigError: The columns are not those of the training split, or a class is not in it.
+            ConfigError: The columns differ from those of the training split, or the training split does not have a
+                class.
         """
         statistics = fitted_entry(fitted, FITTED, part=self)
         mine, theirs = [*self.columns, *self.words], [*statistics["numbers"], *statistics.get("words", ())]
@@ -182,7 +190,10 @@ class Table(Dataset[object]):
         return prepared
 
     def unknown_words(self, fitted: Fitted) -> dict[str, dict[str, int]]:
-        """Return how many rows have each word that is not in the training split, by column. A missing word is empty."""
+        """Return the number of rows with each word that is not in the training split, by column.
+
+        A missing word is empty.
+        """
         known = fitted_entry(fitted, FITTED, part=self).get("words", {})
         found = {}
         for name, column in self.words.items():
@@ -193,7 +204,12 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file and on these rows, one line each. stage: The name of these rows."""
+        """Return notes on the file and on words that are not in the training split, one line each.
+
+        Args:
+            fitted: The statistics of the training split.
+            stage: The name of these rows, for the notes.
+        """
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
             named = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])
@@ -204,7 +220,7 @@ class Table(Dataset[object]):
         return lines
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return rows in the units of the file: numbers in float64, nan for a missing one. Words are encoded."""
+        """Return rows in the units of the file: numbers in float64, with nan for a missing value. Words are encoded."""
         statistics = fitted_entry(fitted, FITTED, part=self)
         part = self.select(indices)
         part.standardise = False
@@ -216,7 +232,7 @@ class Table(Dataset[object]):
         }
 
     def encode(self, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the inputs in float64: `input` `[N, F]`, and with encoding="index" also `categories` `[N, C]`."""
+        """Return the inputs in float64: `input` `[N, F]`. If encoding="index", also `categories` `[N, C]`, int64."""
         statistics = fitted_entry(fitted, FITTED, part=self)
         inputs: dict[str, Tensor] = {}
         if self.columns:
@@ -229,7 +245,7 @@ class Table(Dataset[object]):
         elif codes:
             pieces = [inputs["input"]] if self.columns else []
             for name, numbers in codes.items():
-                # The first entry is that of an unknown word.
+                # Position 0 is an unknown word, which is encoded as zeros.
                 hot = torch.nn.functional.one_hot(numbers, len(statistics["words"][name]) + 1)
                 pieces.append(hot[:, 1:].double())
             inputs["input"] = torch.cat(pieces, 1)
@@ -239,7 +255,7 @@ class Table(Dataset[object]):
         return values if self.rows is None else values[self.rows]
 
     def _counts(self, column: Words) -> np.ndarray:
-        """Return how many rows have no word, and how many have each word, int64 `[size + 1]`."""
+        """Return the number of rows with each word, int64 `[number of words + 1]`. Position 0 counts missing values."""
         return np.bincount(self._of_rows(column.codes) + 1, minlength=len(column.names) + 1)
 
     def _samples(self, statistics: Statistics) -> Entries:
@@ -271,7 +287,7 @@ class Table(Dataset[object]):
         )
 
     def _number_words(self, name: str, column: Words, statistics: Statistics) -> Tensor:
-        """Return the number of each row's word in the training split, int64 `[N]`, from 1; 0 for an unknown one."""
+        """Return the number of each row's word in the training split, from 1, int64 `[N]`; 0 for an unknown word."""
         place = {word_key(word): number for number, word in enumerate(statistics["words"][name], 1)}
         missing = statistics["most_frequent"][name] if self.impute == "most_frequent" else MISSING
         numbers = np.array([place.get(word_key(word), 0) for word in (*column.names, missing)])
@@ -288,7 +304,10 @@ class Table(Dataset[object]):
         return scaled if self.standardise else values
 
     def _known_classes(self, name: str, target: Words, statistics: Statistics) -> int:
-        """Return the number of classes in the training split. Raise ConfigError for a class that is not in it."""
+        """Return the number of classes in the training split.
+
+        Raise ConfigError if a row has a class that is not among them.
+        """
         theirs = list(statistics["classes"].get(name, ()))
         keys = set(map(word_key, theirs))
         for number in np.flatnonzero(self._counts(target)[1:]).tolist():
@@ -299,7 +318,10 @@ class Table(Dataset[object]):
         return len(theirs)
 
     def _fills(self, numbers: np.ndarray) -> Tensor:
-        """Return the value of a missing number by column. Raise ConfigError for a column without a number."""
+        """Return the replacement of a missing number for each column.
+
+        Raise ConfigError if a column has only missing values.
+        """
         fills = []
         for name, column in zip(self.columns, numbers.T, strict=True):
             known = column[~np.isnan(column)]
@@ -318,7 +340,7 @@ class Table(Dataset[object]):
         return torch.tensor(fills, dtype=torch.float64)
 
     def _words_of(self, column: Words, counts: np.ndarray) -> list[str]:
-        """Return the words of these rows, in order; a missing one is last."""
+        """Return the words that occur in these rows, in order. The word of a missing value is last."""
         words = [name for name, count in zip(column.names, counts[1:].tolist(), strict=True) if count]
         has_missing = counts[0] > 0 and self.impute != "most_frequent"
         return [*words, MISSING] if has_missing else words
@@ -328,11 +350,11 @@ class ShippedTable(Table):
     """A table of numbers that scikit-learn ships.
 
     Args:
-        features: float64 `[N, F]`.
-        targets: float64 `[N]`.
+        features: The features, float64 `[N, F]`.
+        targets: The targets, float64 `[N]`.
         columns: The names of the features.
         classes: The names of the classes; None for a regression.
-        standardise: As in Table.
+        standardise: See Table.
     """
 
     def __init__(
@@ -364,7 +386,10 @@ class Wine(ShippedTable):
 
 
 class Diabetes(ShippedTable):
-    """Diabetes of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features, progression after a year."""
+    """Diabetes data of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features.
+
+    The target is the progression of the disease after a year.
+    """
 
     def __init__(self, *, standardise: bool = True) -> None:
         files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
@@ -385,9 +410,10 @@ DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6
 
 
 def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the mean and the deviation of each column of float64 `[N, F]`.
+    """Return the mean and the standard deviation of each column of float64 `[N, F]`.
 
-    The deviation of a constant column is 1. As in scikit-learn's StandardScaler, rounding errors do not count.
+    The deviation of a constant column is 1. A column counts as constant if its deviation is within rounding errors, as
+    in scikit-learn's StandardScaler.
     """
     count, mean = len(values), values.mean(0)
     squares = values - mean

@@ -1,4 +1,4 @@
-"""Tensors from a file: .npz of NumPy, .pt of torch."""
+"""Tensors from a file: .npz of NumPy, or .pt of torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from exp.data.labels import classes_in
 
 
 class TensorFile(Tensors):
-    """Two arrays of a file. Nothing in a file is executed: no pickles in .npz, weights only in .pt.
+    """Two arrays of a file as inputs and targets.
 
-    Inputs `[N, ...]`: float64 stays, other floating numbers and bytes (pixels) become float32, other integers (tokens)
-    int64. Targets `[N, ...]`: integers are classes, int64. Floating numbers are regression targets in the dtypes of
-    inputs, `[N]` as `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
+    Nothing in a file is executed: pickles in .npz and code in .pt are errors.
+
+    Inputs `[N, ...]`: float64 stays float64. Other floating numbers and bytes (pixels) become float32. Other integers
+    (tokens) become int64.
+    Targets `[N, ...]`: Integers are classes, int64. Floating numbers are regression targets, with the same dtypes as
+    inputs, and `[N]` becomes `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
 
     Args:
         path: The file, relative to the current folder or to `directory`.
-        directory: The folder in which the path is looked up after the current one.
-        input: The name of the inputs. A .pt file may have a pair instead of names.
-        target: The name of the targets; None for samples without targets.
-        scale: A factor on floating inputs and bytes; 0.00392 for pixels between 0 and 1.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        input: The name of the inputs in the file. A .pt file may contain a pair of tensors without names.
+        target: The name of the targets in the file; None for samples without targets.
+        scale: The factor by which floating inputs and bytes are multiplied; 0.00392 maps pixels to 0 to 1.
 
     Raises:
         ConfigError: The file or a name does not exist, the arrays differ in length, or a number is not finite.
@@ -72,7 +75,15 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the named arrays of a file by role. Raise ConfigError for another file, and for an unknown name."""
+    """Return arrays of a file as tensors.
+
+    Args:
+        file: A .npz, .pt or .pth file.
+        names: The names in the file, by the name in the result.
+
+    Raises:
+        ConfigError: The file has another format, or a name does not exist.
+    """
     if file.suffix == ".npz":
         arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}
         native = {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""Text data for a character model, which predicts the next character."""
+"""Text data for character models, which predict the next character."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from exp.data.value_names import ValueNames
 from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# The name of the known characters in the result of fit().
+# The key of the known characters in the statistics that fit() returns.
 FITTED = "characters"
 
 
 class Text(Dataset[object]):
-    """The text of some files, as numbers of the characters in the training split.
+    """The text of files, encoded as numbers of the characters in the training split.
 
     Args:
-        files: A file, a glob (`books/**/*.txt`), or several, relative to the current folder or to `directory`. None is
-            the top level of Python's standard library, 4.7 million characters that are on every machine. The files are
-            joined in the order of their names.
-        directory: The folder in which files are looked up after the current one.
-        block_size: The characters of a sample, T.
-        vocabulary_size: The number of known characters, the most frequent ones of the training split; None for all of
-            them. All others are one additional unknown character.
+        files: One or several files or glob patterns (`books/**/*.txt`), relative to the current folder or to
+            `directory`. None reads the top level of Python's standard library: 4.7 million characters that exist on
+            every machine. The files are joined in the order of their names.
+        directory: The folder that is searched if a pattern matches no file in the current folder.
+        block_size: The number of characters in a sample, T.
+        vocabulary_size: The number of known characters; None for all characters of the training split. The most
+            frequent characters are kept. All others become a single unknown character.
 
     Raises:
-        ConfigError: A pattern finds no file, or a file is not UTF-8.
+        ConfigError: A pattern matches no file, or a file is not UTF-8.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Text(Dataset[object]):
         return max(0, (len(self.codes) - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Text]:
-        """Return contiguous splits in the order of the text. No character is in two splits.
+        """Return contiguous splits in the order of the text. The splits share no characters.
 
         Args:
-            sizes: Fractions of the characters, or whole numbers of blocks.
+            sizes: The size of each split: a fraction of the characters, or a whole number of blocks.
         """
         parts = {name: copy.copy(self) for name in sizes}
         for name, place in contiguous_splits(sizes, len(self.codes), block_size=self.block_size).items():
@@ -74,7 +74,7 @@ class Text(Dataset[object]):
         return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Return the blocks, encoded in the vocabulary of the training split.
+        """Return the blocks of the text, encoded with the characters of the training split.
 
         Raises:
             ConfigError: The text is shorter than a block, or the training split is not text.
@@ -85,7 +85,7 @@ class Text(Dataset[object]):
 
 
 class Vocabulary:
-    """Characters by number. characters: The characters in order; number 0 means an unknown one."""
+    """The characters of a text in the order of their numbers. Number 0 is the unknown character."""
 
     unit = "characters"
     unknown = 0
@@ -98,16 +98,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, codes: np.ndarray, *, size: int | None = None) -> Vocabulary:
-        """Return the characters of these code points: the unknown one, then the others in the order of Unicode.
+        """Return the vocabulary of a text: the unknown character, followed by the others in the order of Unicode.
 
         Args:
-            codes: The code points.
-            size: The number of characters, the most frequent ones; None for all.
+            codes: The code points of the text.
+            size: The number of characters to keep, the most frequent first; None for all characters.
         """
         counts = np.bincount(codes)
         known = np.flatnonzero(counts)
         if size is not None and size < len(known):
-            # A stable sort: of two equally frequent characters, the first in Unicode is kept.
+            # The sort is stable, so that of two equally frequent characters the first in Unicode is kept.
             known = np.sort(known[np.argsort(-counts[known], kind="stable")[:size]])
         return cls(characters=UNKNOWN + "".join(map(chr, known)))
 
@@ -118,17 +118,17 @@ class Vocabulary:
         return "".join(self.characters[token] for token in tokens.tolist())
 
     def encode(self, codes: np.ndarray) -> Tensor:
-        """Return the numbers of the code points in the smallest dtype, `[T]`."""
+        """Return the numbers of code points, `[T]`, in the smallest dtype."""
         numbers = np.append(self._numbers, self._numbers.dtype.type(0))
         return torch.from_numpy(numbers[np.minimum(codes, len(self._numbers))])
 
 
 class Decoder(Protocol):
-    """The texts of numbers.
+    """Converts numbers to text.
 
     Attributes:
-        unit: The name of the numbered units in the plural.
-        unknown: The number that means an unknown unit; None without one.
+        unit: The name of the numbered elements in the plural, such as "characters".
+        unknown: The number of the unknown element; None if there is no unknown element.
     """
 
     unit: str
@@ -137,17 +137,17 @@ class Decoder(Protocol):
     def unknown(self) -> int | None: ...
 
     def __len__(self) -> int:
-        """Return the number of units, V."""
+        """Return the number of elements, V."""
 
     def decode(self, tokens: Tensor) -> str:
         """Return the text of numbers `[T]`."""
 
 
 class TextBlocks(Gathered):
-    """Blocks of a text: input int64 `[T]`, target int64 `[T]`, the next characters or tokens.
+    """Blocks of a text: an input int64 `[T]`, and a target int64 `[T]` with the next character or token of each position.
 
-    In training, every epoch cuts the text at another offset below T, so that the context of a token varies. The last
-    block then continues at the beginning of the text.
+    In training, the blocks of each epoch start at a different offset below T, so that the context of a token varies.
+    The last block then wraps around to the beginning of the text.
     """
 
     def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Decoder, offset: int = 0) -> None:
@@ -157,7 +157,7 @@ class TextBlocks(Gathered):
             got = f"{block_size}, and a split of {len(tokens)} {vocabulary.unit}"
             expected = f"{max(1, len(tokens) - 1)} at most, which leaves a target for the last position"
             raise data_error("dataset.block_size", got=got, expected=expected)
-        # A view. Windows overlap by one character, a target in one block and an input in the next.
+        # A view of the tokens. Windows overlap by one token, which is a target in one block and an input in the next.
         self._windows = tokens[offset:].unfold(0, block_size + 1, block_size)
         self._last: Tensor | None = None
         if len(self._windows) < len(self):
@@ -183,7 +183,7 @@ class TextBlocks(Gathered):
         else:
             windows = self._windows.index_select(0, indices.clamp_max(len(self._windows) - 1)).long()
             windows[indices == len(self._windows)] = self._last.long()
-        # contiguous copies the numbers: a slice of int64 would remain a view.
+        # contiguous is required because for int64 tokens, long() returns a view and not a copy.
         return windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
 
     def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
@@ -192,7 +192,7 @@ class TextBlocks(Gathered):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8. Raise ConfigError for another encoding."""
+    """Return the text of a UTF-8 file. Raise ConfigError for any other encoding."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

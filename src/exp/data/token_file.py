@@ -1,4 +1,4 @@
-"""Text in a file of tokens, which is memory-mapped and may be larger than memory."""
+"""Text in a file of tokens. The file is memory-mapped, and may be larger than memory."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 class TokenFile(Dataset[object]):
-    """The tokens of a file in blocks: input int64 `[T]`, target int64 `[T]`, the next tokens.
+    """The tokens of a file in blocks: an input int64 `[T]`, and a target int64 `[T]` with the next token of each position.
 
     Only the tokens of a batch are read. The splits are contiguous, in the order of the file.
 
     Args:
-        path: A .bin file of raw integers, as nanoGPT writes it, or a .npy file `[N]`, relative to the current folder or
-            to `directory`.
-        directory: The folder in which files are looked up after the current one.
-        dtype: The dtype of the numbers in a .bin file. A .npy file states its dtype.
-        vocabulary_size: The number of tokens, V; None for that of the tokenizer.
-        tokenizer: The tokenizer.json of the package tokenizers that made the tokens, with which text is shown.
-        block_size: The tokens of a sample, T.
+        path: A .bin file of raw integers, as nanoGPT writes it, or a .npy file `[N]`. The path is relative to the
+            current folder or to `directory`.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        dtype: The dtype of a .bin file. A .npy file contains its dtype.
+        vocabulary_size: The number of different tokens, V; None for the number of the tokenizer.
+        tokenizer: The tokenizer.json that made the tokens, of the package tokenizers. It is used to show text.
+        block_size: The number of tokens in a sample, T.
 
     Raises:
-        ConfigError: A file does not exist or has another content, or V is unknown.
+        ConfigError: A file does not exist or has the wrong content, or V is unknown.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TokenFile(Dataset[object]):
         return max(0, (self._count - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, FileBlocks]:
-        """Return contiguous splits. No token is in two splits.
+        """Return contiguous splits. The splits share no tokens.
 
         Args:
-            sizes: Fractions of the tokens, or whole numbers of blocks.
+            sizes: The size of each split: a fraction of the tokens, or a whole number of blocks.
         """
         places = contiguous_splits(sizes, self._count, block_size=self.block_size, unit="tokens")
         made = functools.partial(
@@ -76,23 +76,27 @@ class TokenFile(Dataset[object]):
 
 
 class FileBlocks(TextBlocks):
-    """Blocks of the tokens in a slice of a file, which each process maps into memory."""
+    """Blocks of the tokens in a slice of a file. Each process maps the file into memory."""
 
     def __init__(self, *, file: Path, dtype: TokenDtype, place: slice, block_size: int, vocabulary: Decoder) -> None:
         self._file, self._dtype, self._place = file, dtype, place
         super().__init__(tokens=map_tokens(file, dtype)[place], block_size=block_size, vocabulary=vocabulary)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A pickled mapping would contain the whole file.
+        # The mapping is not pickled, because a pickle would contain the whole file.
         made = functools.partial(FileBlocks, file=self._file, dtype=self._dtype, place=self._place)
         return functools.partial(made, block_size=self.block_size, vocabulary=self.vocabulary), ()
 
 
 def map_tokens(file: Path, dtype: TokenDtype) -> Tensor:
-    """Return the numbers of a file, which is memory-mapped. dtype: The dtype of a .bin file.
+    """Return the memory-mapped tokens of a file.
+
+    Args:
+        file: A .npy file, or a .bin file of raw integers.
+        dtype: The dtype of a .bin file.
 
     Raises:
-        ConfigError: The file is not a row of integers.
+        ConfigError: The file does not contain integers `[N]`.
     """
     key, kind = "dataset.path", file.suffix.lower()
     if kind not in (".npy", ".bin"):
@@ -109,13 +113,13 @@ def map_tokens(file: Path, dtype: TokenDtype) -> Tensor:
             raise data_error(key, got=f"{file} of {size} bytes", expected=expected)
         held = np.memmap(file, dtype=dtype, mode="r")
     with warnings.catch_warnings():
-        # A mapping for writing would be limited by the size of memory.
+        # torch warns that the array is read-only. A writable mapping would be limited by the size of memory.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(held)
 
 
 class TokenNumbers:
-    """Tokens without texts. size: Their number, V."""
+    """Decoder for tokens without known texts. The text of a token is its number."""
 
     unit = "tokens"
     unknown = None

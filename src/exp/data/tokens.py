@@ -1,4 +1,4 @@
-"""Text in tokens of a tokenizer, which is trained on the training split or read from a file."""
+"""Text encoded by a tokenizer. The tokenizer is trained on the training split, or read from a file."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from exp.shared_types import Stage
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The name of the tokenizer's JSON in the result of fit().
+# The key of the tokenizer's JSON in the statistics that fit() returns.
 FITTED = "tokenizer"
-# Every byte is a token, so that no text is unknown.
+# The minimum size of the vocabulary: each byte is a token, so that every text can be encoded.
 BYTES = 256
 
 
 class Tokens(Dataset[object]):
-    """The text of some files in tokens: input int64 `[T]`, target int64 `[T]`, the next tokens.
+    """The text of files in tokens: an input int64 `[T]`, and a target int64 `[T]` with the next token of each position.
 
     Args:
-        files: As in Text.
-        directory: The folder in which files are looked up after the current one.
+        files: See Text.
+        directory: The folder that is searched if a pattern matches no file in the current folder.
         tokenizer: A tokenizer.json of the package tokenizers. None trains byte-level byte-pair encoding on the training
             split.
         vocabulary_size: The number of tokens of a trained tokenizer, V.
-        block_size: The tokens of a sample, T.
+        block_size: The number of tokens in a sample, T.
 
     Raises:
         ConfigError: A file does not exist, is not UTF-8 or not a tokenizer, or the package tokenizers is not installed.
@@ -58,14 +58,14 @@ class Tokens(Dataset[object]):
         self.file = None if tokenizer is None else data_file(tokenizer, directory=directory)
 
     def __len__(self) -> int:
-        """Return the number of characters, because there are no tokens before `prepare`."""
+        """Return the number of characters, because the number of tokens is unknown before `prepare`."""
         return len(self.text)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Return contiguous splits in the order of the text. No character is in two splits.
+        """Return contiguous splits in the order of the text. The splits share no characters.
 
         Args:
-            sizes: Fractions of the characters.
+            sizes: The fraction of the characters for each split.
 
         Raises:
             ConfigError: A size is a number of samples, which is unknown before the tokenizer is trained.
@@ -82,19 +82,26 @@ class Tokens(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the tokenizer of the file, or one that is trained on this split."""
+        """Return the tokenizer of the file. If there is no file, train the tokenizer on this split."""
         found = _train(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
         return {FITTED: found.to_str()}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Return the blocks, encoded by the tokenizer. Raise ConfigError for a text shorter than a block."""
+        """Return the blocks of the text, encoded by the tokenizer.
+
+        Raise ConfigError if the text is shorter than a block.
+        """
         vocabulary = TokenVocabulary(json=fitted_entry(fitted, FITTED, part=self))
         tokens = vocabulary.encode(self.text)
         return TextBlocks(tokens=tokens, block_size=self.block_size, vocabulary=vocabulary)
 
 
 class TokenVocabulary:
-    """The tokens of a tokenizer. json: The content of its file."""
+    """Decoder of a tokenizer's tokens.
+
+    Args:
+        json: The content of the tokenizer's file.
+    """
 
     unit = "tokens"
 
@@ -108,13 +115,13 @@ class TokenVocabulary:
 
     @property
     def unknown(self) -> int | None:
-        # A model of bytes or of pieces has no such token.
+        # A byte-level tokenizer has no unknown token.
         name = getattr(self._tokenizer.model, "unk_token", None)
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> Tensor:
         """Return the numbers of the tokens, int32 `[T]`."""
-        # Line by line, because an encoding of a whole book needs much memory. No token crosses lines.
+        # Lines are encoded separately, because encoding a whole book at once needs much memory. No token spans two lines.
         lines = self._tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
         numbers = [number for line in lines for number in line.ids]
         return torch.tensor(numbers, dtype=torch.int32)
@@ -136,7 +143,7 @@ def _train(text: str, size: int) -> Tokenizer:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a file. Raise ConfigError for a file that is not a tokenizer."""
+    """Return the tokenizer in a file. Raise ConfigError if the file is not a tokenizer."""
     from tokenizers import Tokenizer
 
     try:

@@ -1,7 +1,7 @@
-"""Data sets of samples without targets for predictions, encoded as the training data.
+"""Data sets of samples without targets for predictions. They are encoded with the statistics of the training split.
 
-The attribute `unlabelled` of a data set names the class in this module that reads its files. UnlabelledArrays reads the
-files of other data sets.
+The attribute `unlabelled` of a data set names the class in this module that reads its files. If a data set has no such
+attribute, UnlabelledArrays reads the files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from exp.nested import tensors_in
 from exp.shared_types import Stage, TensorSpec, tensor_specs
 
 INPUT = "input"
-# Options of the run's data set by name, and their names.
+# The options of the run's data set by name, and the names of options that several classes share.
 Options = Mapping[str, Any]
 NONE: Options = MappingProxyType({})
 DIALECT = ("delimiter", "decimal", "header")
@@ -56,22 +56,24 @@ HELD = f"a finite number that fits in float32, {torch.finfo(torch.float32).max:.
 
 
 class Unlabelled(Dataset[object]):
-    """A file whose samples are encoded by the statistics of the training split."""
+    """Base class of files that are encoded with the statistics of the training split."""
 
     def fit(self) -> Fitted:
-        """Raise ConfigError, because the statistics come from a checkpoint."""
+        """Raise ConfigError, because the statistics must come from a checkpoint."""
         raise data_error("test", got="rows without targets, and no checkpoint", expected="the checkpoint of a run")
 
 
 class UnlabelledTable(Unlabelled):
-    """Rows of a table, encoded as those of the training split. Other columns than those of training are not read.
+    """Rows of a table, encoded like those of the training split.
+
+    Columns that the training split does not have are not read.
 
     Args:
-        path: A .csv, .parquet, .jsonl or .npz file of columns by name.
-        options: Values of OPTIONS, which are parameters of Csv.
+        path: A .csv, .parquet, .jsonl or .npz file with named columns.
+        options: Values for the parameters of Csv that OPTIONS lists.
 
     Attributes:
-        table: The rows after `prepare`.
+        table: The rows without targets, which `prepare` sets.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -85,12 +87,16 @@ class UnlabelledTable(Unlabelled):
         self.encoding = {name: options[name] for name in ENCODING if name in options}
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Encode the rows by the statistics of the training split. Raise ConfigError as trained_table."""
+        """Return the rows encoded with the statistics of the training split.
+
+        Raises:
+            ConfigError: A column of the training split does not exist, or a value does not match its column.
+        """
         self.table = trained_table(self.source, fitted_entry(fitted, FITTED, part=self), **self.encoding)
         return self.table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
-        """Return one line for each column with unknown words."""
+        """Return a note for each column with words that are not in the training split, one line each."""
         return self.table.notes_in(fitted, stage="the input")
 
 
@@ -103,18 +109,18 @@ def trained_table(
     encoding: Encoding = "one_hot",
     standardise: bool = True,
 ) -> Table:
-    """Return the columns of the training split from a source, as a table without targets.
+    """Return the columns of the training split from another file, as a table without targets.
 
     Args:
-        source: The columns of a file.
+        source: The columns of the file.
         statistics: The statistics of the training split; see Table.fit.
-        dates: As in Csv; columns in addition to the dates of the training split.
-        impute: As in Csv.
-        encoding: As in Csv.
-        standardise: As in Csv.
+        dates: Columns of dates in addition to those of the training split; see Csv.
+        impute: See Table.
+        encoding: See Table.
+        standardise: See Table.
 
     Raises:
-        ConfigError: A column of the training split does not exist, or a value does not fit its column.
+        ConfigError: A column of the training split does not exist, or a value does not match its column.
     """
     numbers, words = list(statistics["numbers"]), list(statistics.get("words", ()))
     refuse_unknown_columns(source.file, source.names, {"path": [*numbers, *words]})
@@ -137,18 +143,18 @@ def trained_table(
         encoding=encoding,
     )
     if numbers:
-        # Encoded in float64, because a number outside float32 may be standardized to one inside.
+        # The encoding is in float64, because standardization may bring a number into the range of float32.
         encoded = table.encode({FITTED: statistics})[INPUT][:, : len(numbers)]
         refuse_overflow(encoded, source, numbers, found.numbers)
     return table
 
 
 class UnlabelledSeries(Unlabelled):
-    """All windows of a time series, float32 `[T, C]`, standardized as in training. The last one ends with the file.
+    """Windows of a time series, float32 `[T, C]`, standardized as in training.
 
     Args:
-        path: A .csv, .parquet, .jsonl, .npz or .npy file of rows in the order of time.
-        options: Values of OPTIONS, which are parameters of Windows.
+        path: A .csv, .parquet, .jsonl, .npz or .npy file with rows in the order of time.
+        options: Values for the parameters of Windows that OPTIONS lists.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -162,7 +168,11 @@ class UnlabelledSeries(Unlabelled):
         self.length, self.stride, self.columns, self.standardise = (given[name] for name in self.OPTIONS[-4:])
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Raise ConfigError if a column of the training split does not exist, or a window has more rows."""
+        """Return the standardized windows.
+
+        Raises:
+            ConfigError: A column of the training split does not exist, or the file has fewer rows than a window.
+        """
         statistics, source = fitted_entry(fitted, WINDOWS, part=self), self.source
         order: list[str] = statistics["columns"]
         names = order if self.columns is None else list(map(str, self.columns))
@@ -180,15 +190,15 @@ class UnlabelledSeries(Unlabelled):
 
 
 class UnlabelledImages(Dataset[Tensor]):
-    """Pictures float32 `[C, H, W]` in the form of those of the training split.
+    """Pictures float32 `[C, H, W]`, converted like those of the training split.
 
     Args:
-        path: A picture; a folder, of which all pictures at any depth are read, sorted by name; or a CSV file with a
-            column of paths relative to the file.
-        options: Values of OPTIONS, which are parameters of Images.
+        path: A picture, a folder, or a CSV file. In a folder, all pictures at any depth are read, sorted by name. A CSV
+            file has a column of paths, which are relative to the CSV file.
+        options: Values for the parameters of Images that OPTIONS lists.
 
     Raises:
-        ConfigError: There is no picture, or one of the first pictures cannot be opened.
+        ConfigError: There is no picture, or one of the checked pictures cannot be opened.
     """
 
     OPTIONS = ("picture", *PICTURE)
@@ -211,11 +221,11 @@ class UnlabelledImages(Dataset[Tensor]):
 
 
 class UnlabelledRecords(Dataset[object]):
-    """Samples from records, by the columns that the training split has.
+    """Samples from records, made from the columns that the training split has.
 
     Args:
         path: A file of records; see Shards.
-        options: Values of OPTIONS, which are parameters of Shards. The columns of `target` are not read.
+        options: Values for the parameters of Shards that OPTIONS lists. The columns in `target` are not read.
 
     Raises:
         ConfigError: The file or a column does not exist, or the first record is not a valid sample.
@@ -246,7 +256,7 @@ class UnlabelledRecords(Dataset[object]):
         return list(self.file.records())
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker opens the file again.
+        # Open files cannot be pickled. A worker opens the file again.
         return {name: value for name, value in vars(self).items() if name != "_records"}
 
     def __len__(self) -> int:
@@ -262,19 +272,19 @@ class UnlabelledRecords(Dataset[object]):
 
 
 class UnlabelledArrays(Tensors):
-    """Arrays `[N, ...]` by the name of the input, as the run's data set returns them before transforms.
+    """Arrays `[N, ...]` with the names of the network's inputs, as the run's data set returns them before transforms.
 
     Floating numbers and bytes become float32, or the dtype of the network's input. Other integers become int64.
 
     Args:
-        path: An .npz or .npy file of arrays, a .jsonl file of lists by the names of the inputs, or a .csv file whose
-            columns are the values of one input.
-        options: Values of OPTIONS: the inputs of the network, {input: {shape: [1, 8, 8], dtype: float32}}; whether
-            samples have the shape of the network's input, without transforms; and a factor on floating inputs and
-            bytes.
+        path: An .npz or .npy file of arrays, a .jsonl file of lists by input name, or a .csv file. The columns of a
+            .csv file are the values of a single input.
+        options: Values of OPTIONS. `inputs` has the inputs of the network, as in
+            {input: {shape: [1, 8, 8], dtype: float32}}. `is_final` states whether samples already have the shape of the
+            network's input, because there are no transforms. `scale` multiplies floating inputs and bytes.
 
     Raises:
-        ConfigError: The file cannot be read, or arrays have other names or shapes.
+        ConfigError: The file cannot be read, or arrays have the wrong names or shapes.
     """
 
     OPTIONS = ("inputs", "is_final", "scale")
@@ -301,7 +311,14 @@ class UnlabelledArrays(Tensors):
 
 
 def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], values: np.ndarray) -> None:
-    """Raise ConfigError for the first value `[N, C]` of named columns whose encoding does not fit in float32."""
+    """Raise ConfigError for the first value that does not fit in float32 after its encoding.
+
+    Args:
+        encoded: The encoded values, `[N, C]`.
+        source: The file, for the message.
+        names: The names of the C columns.
+        values: The values before encoding, `[N, C]`.
+    """
     wrong = (~encoded.float().isfinite()).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
@@ -309,7 +326,7 @@ def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], value
 
 
 def pictures_at(place: Path, options: Options) -> list[Path]:
-    """Return the pictures of UnlabelledImages in their order. Raise ConfigError without a picture."""
+    """Return the pictures at a path in the order of UnlabelledImages. Raise ConfigError if there is no picture."""
     if place.suffix.lower() == ".csv":
         given = {"picture": "path", **options}
         source = CsvSource(place)
@@ -322,7 +339,7 @@ def pictures_at(place: Path, options: Options) -> list[Path]:
 
 
 def _rows(source: Source, *, shape: Sequence[int | None]) -> np.ndarray:
-    """Return the columns of numbers as float64 `[N, F]`, the values of one input of a shape."""
+    """Return the columns of a file as float64 `[N, F]`, the flattened values of an input of a shape."""
     size = math.prod(length for length in shape if length is not None)
     _require_header(source.file, source.names)
     if len(source.names) != size:
@@ -332,7 +349,7 @@ def _rows(source: Source, *, shape: Sequence[int | None]) -> np.ndarray:
 
 
 def _require_header(file: Path, names: Sequence[str]) -> None:
-    """Raise ConfigError for a .csv file without a header, whose first sample would be read as column names."""
+    """Raise ConfigError if a .csv file has no header, because its first sample would be read as column names."""
     are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
     if are_numbers and list(names) != [str(number) for number in range(len(names))]:
         fix = "Write the names of the columns above it"
@@ -366,7 +383,7 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
 
 
 def _reshape(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
-    """Return samples of a shape. Rows of as many numbers are reshaped."""
+    """Return samples in the given shape. Flat rows with the right number of values are reshaped."""
     known = [size for size in shape if size is not None]
     if len(known) == len(shape) and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(known):
         return array.reshape(len(array), *known)

@@ -1,4 +1,4 @@
-"""Names of the values of samples: columns, classes, and the number of an unknown word."""
+"""Names of the values in samples, for display: columns, classes, and the number of an unknown word."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.utils.data import Subset
 
 from exp.data.entries import TARGET
 
-# The key of a split's statistics with the mean and the deviation of each target.
+# The key of the mean and standard deviation of each target, in the statistics of the training split.
 SCALES = "scales"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueNames:
-    """Names for people, by the name of an entry: `input` and `target` of a pair.
+    """Names for display, by the name of an entry. The entries of a pair are named `input` and `target`.
 
     Args:
         columns: The names along an entry's last axis.
@@ -30,7 +30,7 @@ class ValueNames:
 
 
 def fitted_classes(fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
-    """Return the names of classes by target, from the statistics of the training split."""
+    """Return the names of the classes of each target, from the statistics of the training split."""
     found: dict[str, Sequence[str]] = {}
     for statistics in fitted.values():
         classes = statistics.get("classes") if isinstance(statistics, Mapping) else None
@@ -42,7 +42,9 @@ def fitted_classes(fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
 
 
 def class_names(part: object, fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
-    """Return the names of classes by target.
+    """Return the names of the classes of each target.
+
+    Names in the statistics take precedence over those of the split.
 
     Args:
         part: A split of the data.
@@ -52,7 +54,7 @@ def class_names(part: object, fitted: Mapping[str, object]) -> dict[str, Sequenc
 
 
 def fitted_scales(fitted: Mapping[str, object]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the mean and the deviation that standardize each target, float64 `[]` or `[K]`."""
+    """Return the mean and the standard deviation that standardize each target, float64 `[]` or `[K]`."""
     held = [entry[SCALES] for entry in fitted.values() if isinstance(entry, Mapping) and SCALES in entry]
     return {
         str(target): (np.asarray(mean), np.asarray(deviation))
@@ -62,7 +64,10 @@ def fitted_scales(fitted: Mapping[str, object]) -> dict[str, tuple[np.ndarray, n
 
 
 def value_names(part: object) -> ValueNames:
-    """Return the `value_names` of a split; otherwise the names in `classes`, as torchvision's data sets have them."""
+    """Return the names of a split's values: its attribute `value_names`, or the class names in its attribute `classes`.
+
+    torchvision's data sets have the attribute `classes`.
+    """
     if isinstance(part, Subset):
         return value_names(part.dataset)
     stated = getattr(part, "value_names", None)

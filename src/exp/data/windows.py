@@ -1,4 +1,4 @@
-"""Time series: windows of rows, and the following rows to predict."""
+"""Windows of time series. A sample is a window of rows, and the target is the rows that follow it."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ FITTED = "windows"
 class Windows(Dataset[object]):
     """A time series from a file, cut into windows.
 
-    A sample is (input, target). The input is float32 `[T, C]`, T rows. The target is float32 `[horizon]`, the target
-    column in the next rows, or `[horizon, K]` for a list of columns. The splits follow each other in time. Columns
+    A sample is (input, target). The input is T rows, float32 `[T, C]`. The target is the target column in the next
+    rows, float32 `[horizon]`, or `[horizon, K]` if `targets` is a list. The splits are consecutive in time. Columns
     without a name, such as an index that pandas wrote, are left out.
 
     Args:
-        path: A file in .csv, .parquet, .jsonl, .npz or .npy, `[N]` or `[N, C]`, relative to the current folder or to
-            `directory`.
-        targets: The column to predict, or several, by name, or by number from 0 in a file without names.
-        directory: The folder in which the path is looked up after the current one.
-        length: The rows of an input, T.
-        horizon: The rows to predict.
-        stride: The rows from the start of one window to the start of the next.
-        columns: The input columns, in order; None for all. A target need not be an input.
+        path: A .csv, .parquet, .jsonl, .npz or .npy file, `[N]` or `[N, C]`. The path is relative to the current folder
+            or to `directory`.
+        targets: The columns to predict, one or a list, by name, or by number from 0 if the file has no header.
+        directory: The folder that is searched if the path does not exist in the current folder.
+        length: The number of rows in an input, T.
+        horizon: The number of rows to predict.
+        stride: The number of rows from the start of one window to the start of the next.
+        columns: The input columns, in order; None for all columns. A target need not be an input.
         time: A column of dates or numbers that must increase from row to row. It is not an input.
-        delimiter: As in Csv.
-        decimal: As in Csv.
-        header: As in Csv.
-        standardise: Whether each column has mean 0 and deviation 1 in the training split, targets too.
+        delimiter: See Csv.
+        decimal: See Csv.
+        header: See Csv.
+        standardise: Whether to scale each column, including targets, to mean 0 and standard deviation 1 in the training
+            split.
 
     Raises:
         ConfigError: The file or a column does not exist, a value is not a finite number, or the rows are not in the
@@ -96,10 +97,10 @@ class Windows(Dataset[object]):
         return max(0, (len(self.values) - self.length - self.horizon) // self.stride + 1)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Windows]:
-        """Return contiguous splits in the order of time, so that no window reaches into another split.
+        """Return contiguous splits in the order of time. No window contains rows of two splits.
 
         Args:
-            sizes: Fractions of the rows, or whole numbers of windows.
+            sizes: The size of each split: a fraction of the rows, or a whole number of windows.
         """
         whole = self.length + self.horizon - self.stride
         rows = {name: size * self.stride + whole if isinstance(size, int) else size for name, size in sizes.items()}
@@ -109,7 +110,7 @@ class Windows(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the mean and the deviation of each column in these rows."""
+        """Return the mean and the standard deviation of each column in these rows."""
         means, deviations = moments(self.values)
         found = {"columns": list(self.columns), "means": means, "deviations": deviations}
         if self.standardise:
@@ -118,10 +119,11 @@ class Windows(Dataset[object]):
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> WindowedRows:
-        """Return the windows, standardized by the training split.
+        """Return the windows, standardized with the statistics of the training split.
 
         Raises:
-            ConfigError: There are fewer rows than a window has, or the columns are not those of the training split.
+            ConfigError: There are fewer rows than a window needs, or the columns differ from those of the training
+                split.
         """
         statistics = fitted_entry(fitted, FITTED, part=self)
         if list(self.columns) != statistics["columns"]:
@@ -152,13 +154,13 @@ class Windows(Dataset[object]):
 
 
 class WindowedRows(Gathered):
-    """Windows of rows `[N, C]`, and of their targets, `[N]` or `[N, K]`; see Windows."""
+    """Windows of rows `[N, C]`, and of the targets that follow them, `[N]` or `[N, K]`; see Windows."""
 
     def __init__(
         self, *, rows: Tensor, targets: Tensor, length: int, horizon: int, stride: int, value_names: ValueNames
     ) -> None:
         self.value_names = value_names
-        # Views, in which the rows of a window are the last axis.
+        # unfold returns views in which the rows of a window are the last axis.
         self._rows = rows[: len(rows) - horizon].unfold(0, length, stride)
         self._targets = targets[length:].unfold(0, horizon, stride)
 
@@ -166,13 +168,13 @@ class WindowedRows(Gathered):
         return len(self._targets)
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the windows at indices and their targets."""
+        """Return the windows at indices, and their targets."""
         rows, targets = (part.index_select(0, indices) for part in (self._rows, self._targets))
         return rows.transpose(1, 2).contiguous(), targets.transpose(1, targets.dim() - 1).contiguous()
 
 
 def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
-    """Return columns of numbers, float64 `[N, C]`. Raise ConfigError for a value that is missing or not a number."""
+    """Return columns of numbers, float64 `[N, C]`. Raise ConfigError if a value is missing or not a number."""
     places = [source.column(name, key="dataset.path") for name in names]
     return source.read(numbers=places, fixes=dict.fromkeys(places, "Fill it in")).numbers
 

@@ -1,4 +1,4 @@
-"""Batches of any torch Dataset, read sample by sample with torch's DataLoader and its workers."""
+"""Batches of any torch Dataset. torch's DataLoader and its workers read the samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """Options of torch's DataLoader; None for its default."""
+    """Options of torch's DataLoader. None means the default of DataLoader."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -41,10 +41,15 @@ class FetchOptions:
     multiprocessing_context: StartMethod | None = None
 
     def dataloader(self, dataset: Dataset[Item], **arguments: Any) -> DataLoader[Item]:
-        """Return a DataLoader with these options. arguments: Further arguments of DataLoader."""
+        """Return a DataLoader with these options.
+
+        Args:
+            dataset: The data set.
+            arguments: Additional arguments of DataLoader.
+        """
         parallel: dict[str, Any] = {}
         if self.num_workers:
-            # The traceback of a failed run keeps the workers alive.
+            # Workers are ended at exit, because the traceback of a failed run keeps references to them.
             util.Finalize(None, end_workers, exitpriority=0)
             parallel = {
                 "prefetch_factor": self.prefetch_factor,
@@ -65,11 +70,11 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A sample and its number.
+    """A sample and its index.
 
     Args:
-        index: Its number in the split or in the stream.
-        data: The values.
+        index: The index in the split or in the stream.
+        data: The values of the sample.
     """
 
     index: int
@@ -78,13 +83,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Makes batches from samples and checks their labels.
+    """Makes batches from samples, and checks their labels.
 
     Args:
-        collate: Returns the batch of a list of samples.
-        form: Names the entries of the batch.
+        collate: Makes a batch from a list of samples.
+        form: Converts batches for the network.
         labels: The valid labels.
-        name_of: Returns the name of a sample for messages, by its index.
+        name_of: Returns the name of a sample from its index, for messages.
     """
 
     collate: Collate
@@ -93,13 +98,14 @@ class Assembly:
     name_of: Callable[[int], str]
 
     def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
-        """Return the batch, or the ExpError of a sample or of the batch without raising it."""
+        """Return the batch of samples. If a sample or the batch is invalid, return the ExpError without raising it."""
         if (failed := next((sample for sample in samples if isinstance(sample, ExpError)), None)) is not None:
             return failed
         read = [sample for sample in samples if isinstance(sample, Sample)]
         is_default = self.collate is default_collate
         try:
-            # torch's default makes a batch of tv_tensors a tv_tensor in a worker, and a plain tensor in this process.
+            # tv_tensors are converted first, because torch's default_collate returns a tv_tensor in a worker and a plain tensor in
+            # the main process.
             batch = self.collate([plain_tensors(sample.data) if is_default else sample.data for sample in read])
             batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
@@ -121,23 +127,24 @@ class Assembly:
 
 
 def _collate_error(error: BaseException, place: str) -> SampleError:
-    """Return the error of samples that torch's collate function cannot batch."""
+    """Return the error for samples that torch's default_collate cannot batch."""
     expected = "tensors, arrays, numbers and texts of one size, in tuples, lists or mappings"
     fix = "Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate"
     return sample_error("collate", got=f"samples {place}: {one_line(error)}", expected=expected, fix=fix)
 
 
 def batch_of(data: object) -> object:
-    """Return the result of a DataLoader as a batch. Raise the result if it is an ExpError."""
+    """Return a DataLoader's result as a batch. If the result is an ExpError, raise it."""
     if isinstance(data, ExpError):
         raise data
     return as_batch(data)
 
 
 def user_error(error: BaseException, *, what: str) -> UserCodeError:
-    """Return the error of an exception in the user's code, also of SystemExit and GeneratorExit.
+    """Return a UserCodeError for an exception in the user's code, including SystemExit and GeneratorExit.
 
-    An exception that a signal may have raised is raised again. Workers ignore signals.
+    In the main process, KeyboardInterrupt and Interrupted are raised again, because a signal may have caused them.
+    Workers ignore signals.
     """
     if isinstance(error, KeyboardInterrupt | Interrupted) and get_worker_info() is None:
         raise error
@@ -145,12 +152,12 @@ def user_error(error: BaseException, *, what: str) -> UserCodeError:
 
 
 class SampleSource(Dataset["Sample | ExpError"]):
-    """Samples by (epoch, index). The random generators are set to (seed, split, epoch, index) before each sample.
+    """Samples by (epoch, index). Before each sample, the generators are seeded from (seed, split, epoch, index).
 
-    Augmentation with Python's, NumPy's or torch's generators therefore does not depend on the process that reads.
+    Random augmentation therefore does not depend on the process that reads a sample.
 
-    The result for a sample that cannot be read is its UserCodeError. If it were raised in a worker, torch would replace
-    its message, and take a StopIteration for the end of the data.
+    If a sample cannot be read, the error is returned and not raised. torch would replace the message of an exception in
+    a worker, and would take a StopIteration for the end of the data.
     """
 
     def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage) -> None:
@@ -188,7 +195,10 @@ class SampleSource(Dataset["Sample | ExpError"]):
 
 
 class WorkerLoader(Loader):
-    """Sends (epoch, index) pairs to the workers, so that a batch does not depend on the worker that reads it."""
+    """Loader that reads samples with the workers of torch's DataLoader.
+
+    Workers receive (epoch, index) pairs, so that a batch does not depend on the worker that reads it.
+    """
 
     sampler: ShareSampler
 
@@ -200,7 +210,7 @@ class WorkerLoader(Loader):
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[Sample | ExpError]:
-        # The same for all epochs, so that workers can persist.
+        # The DataLoader is the same in all epochs, so that workers can persist.
         return self._options.dataloader(self._source, batch_sampler=self.sampler, collate_fn=self._assembly)
 
     def _length(self) -> int:

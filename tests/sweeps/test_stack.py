@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from exp import compose, fit
 from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import read_checkpoint
+from exp.engine.checkpointing import BEST
 from exp.errors import Interrupted, NonFiniteError
 from exp.files import is_locked
 from exp.run_report import Report, read_report
@@ -254,6 +255,21 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
         points = scalars(other, "loss")
         assert {("loss/train", 18), ("loss/train", 21), ("loss/val", 40)} <= points.keys()
         assert scalars(resumed[place], "loss").keys() == points.keys()
+
+
+def test_a_stack_finds_the_best_state_in_last_ckpt_after_a_kill():
+    """A single run writes last.ckpt and then copies it to best.ckpt. A kill in between leaves an old file or none."""
+    shared = ["trainer.max_epochs=1", "data.batch_size=256", "hooks=[]"]
+    jobs = jobs_of("stack", shared, [["seed=1"], ["seed=2"]])
+    before = [report for _, report in sorted(dict(train(jobs)).items())]
+    paths = [Path(report.directory, "checkpoints", "best.ckpt") for report in before]
+    paths[0].unlink()
+    old = read_checkpoint(paths[1])
+    paths[1].unlink()
+    member.IO.save_checkpoint({**old, BEST: {**old[BEST], "step": 1}}, paths[1])
+    for (_, report), one, path in zip(sorted(dict(train(jobs)).items()), before, paths, strict=True):
+        assert report.best["step"] == one.best["step"] == read_checkpoint(path)[BEST]["step"]
+        assert report.best_metrics["loss/test"] == one.best_metrics["loss/test"]
 
 
 @pytest.mark.parametrize(

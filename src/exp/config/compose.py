@@ -134,7 +134,9 @@ def expand_run(
     overrides = merge_overrides(run, now, without=LEFT_OUT)
     try:
         own = compose_run(before)
-        then, since = changes(run, own, compose_run(overrides, several=multirun) if now else own, now)
+        then, since = changes(run, own, own, now)
+        if now and (then or since):  # without the changes of the command
+            then, since = changes(run, own, compose_run(overrides, several=multirun), now)
     except ConfigError as error:
         print(f"{run} cannot be compared with the configs of today: {error.errors[0]}", file=sys.stderr)
         return overrides

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
@@ -19,6 +20,7 @@ from exp.files import is_valid_path
 from exp.shared_types import SPAN, Mode, Pruner, SampleDtype, Sampler, Stage
 
 UNITS = {"days", "hours", "minutes", "seconds", "weeks"}
+PARTS = ("days", "hours", "minutes", "seconds")
 
 
 def _is_folder(value: object) -> bool:
@@ -28,10 +30,15 @@ def _is_folder(value: object) -> bool:
 
 
 def _is_duration(value: object) -> bool:
-    """Return whether a value is a duration as Lightning accepts it: `DD:HH:MM:SS` or a mapping of units."""
-    if isinstance(value, dict):
-        return bool(value) and value.keys() <= UNITS
-    return re.fullmatch(r"\d+(:\d+){3}", str(value)) is not None
+    """Return whether a value is a duration, as `DD:HH:MM:SS` or a mapping of units, that timedelta can hold."""
+    try:
+        if isinstance(value, dict):
+            return bool(value) and value.keys() <= UNITS and timedelta(**value) >= timedelta()
+        if re.fullmatch(r"\d+(:\d+){3}", str(value)) is None:
+            return False
+        return timedelta(**dict(zip(PARTS, map(int, str(value).split(":")), strict=True))) >= timedelta()
+    except (OverflowError, ValueError):  # too large, or nan
+        return False
 
 
 def _is_span(value: str) -> bool:

@@ -291,7 +291,7 @@ class Checkpointing(Callback):
         """
         best = self.best
         if best is not None and trainer.is_global_zero:
-            best = _find_best(best, Path(str(trainer.ckpt_path)), self.best_path, step=trainer.global_step)
+            best = find_best(best, Path(str(trainer.ckpt_path)), self.best_path, step=trainer.global_step)
         best = trainer.strategy.broadcast(best)
         if best is None and self.best is not None:
             log.warning(
@@ -448,7 +448,7 @@ def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
     return found is not None and int(found["step"]) == best["step"]
 
 
-def _find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
+def find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
     """Copy the checkpoint of the best value to `path`. Return the best value, or None if no file has its weights.
 
     Args:

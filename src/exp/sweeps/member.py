@@ -39,6 +39,7 @@ from exp.engine.checkpointing import (
     CONFIG,
     POSITION,
     best_from,
+    find_best,
     is_better,
     monitored_value,
     note_metrics,
@@ -508,9 +509,9 @@ class Member:
         self._seconds_before = state[SECONDS]
         if found is None or found["metric"] != self._monitor:
             return
-        if self._best_path.is_file():
-            self.best = best_from(found, self._best_path)
-        else:
+        known, step = best_from(found, self._best_path), state["global_step"]
+        self.best = find_best(known, self._last_path, self._best_path, step=step)
+        if self.best is None:
             line = f"the best.ckpt of step {found['step']} is missing: only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)
 

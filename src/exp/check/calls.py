@@ -1,4 +1,4 @@
-"""Check how losses and metrics are called: with an output and a target, or with values that `inputs` names."""
+"""The check of how losses and metrics are called: with an output and a target, or with values that `inputs` names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def call_error(
     inputs: Iterable[str] | None = None,
     what: str = "loss",
 ) -> ErrorDetails | None:
-    """Return the error of a loss or metric that a step cannot call.
+    """Return the error of a loss or metric if a training step cannot call it. Return None if the call is possible.
 
     Args:
-        function: Its method that is called.
-        name: Its class.
-        given: Values passed by position; with `inputs`, further values passed by name.
-        key: Its key.
-        node: The key of the node that may have `inputs`; None if it cannot have them.
-        inputs: The parameters that the config names.
-        what: Its kind in words.
+        function: Method that a step calls.
+        name: Name of the class.
+        given: Names of the values passed by position. With `inputs`, names of further values passed by name.
+        key: Key of the loss or metric.
+        node: Key of the node that may have `inputs`. None if `inputs` is not possible.
+        inputs: Names of the parameters in the config's `inputs`. None without `inputs`.
+        what: Noun for messages. Default: loss.
     """
     signature = inspect.signature(function)
     known, named = list(signature.parameters), list(inputs or ())

@@ -1,9 +1,13 @@
-"""Find incompatible parts: parts declare needs, a run has traits, and a table states which trait excludes which need.
+"""The compatibility of the parts of a run.
 
-A hook's needs are its class's and those of its methods (hooks/declarations.py), a strategy's traits its attributes
-(strategies/strategy.py), a callback or an optimizer is judged by its class. Nothing is judged by the text of a name.
-What depends on more than a need and a trait is a method of the part: `Hook.errors`, `Strategy.errors`.
-docs/make_compatibility.py makes the site's compatibility page from this table.
+Parts declare needs, a run has traits, and a table says which exclude each other.
+
+    needs of a hook                       declared by its class and its methods (hooks/declarations.py)
+    needs of a callback, an optimizer     derived from its class, not from its name
+    traits of a strategy                  attributes of the strategy (strategies/strategy.py)
+
+Checks that depend on more than a need and a trait are methods of a part: `Hook.errors` and `Strategy.errors`.
+docs/make_compatibility.py generates the compatibility page of the site from this table.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
 
-# Lightning's callbacks that copy the module to one device, and those that replace weights or what an optimizer holds.
+# Lightning's callbacks that copy the module to one device, and callbacks that replace weights or optimizer parameters.
 COPYING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 REPLACING = (callbacks.ModelPruning, callbacks.BaseFinetuning, callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
-# Callbacks that no run supports: the reason, and what to use instead.
+# Callbacks that no run supports, each with the reason and an alternative.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.LearningRateFinder: (
         "which trains within the run's own start, and puts back what it can of it",
@@ -49,7 +53,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "hooks=[samples] shows what the network gives in validation",
     ),
 }
-# Their update of a number depends only on the history of that number, so they can update parts of a weight.
+# Optimizers that update each number of a weight independently, so they can update parts of a weight.
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -63,7 +67,7 @@ ELEMENTWISE = (
     optim.RMSprop,
     optim.Rprop,
 )
-# Why an optimizer cannot work on parts of a weight.
+# Optimizers that need whole weights, with the reason.
 WHOLE: Mapping[type[optim.Optimizer], str] = {
     optim.LBFGS: "it searches along all weights together",
     optim.Adafactor: "it keeps sums over whole rows and columns",
@@ -91,7 +95,7 @@ NEEDS: Mapping[str, str] = {
     "whole_module": "a LightningModule of the user runs its own training_step",
     "lasting_writes": "a layer with max_norm writes into its weight in its forward",
 }
-# Expected values in error messages, by need. For hooks, a run without the hook is expected.
+# Expected values in error messages, by need. Needs of hooks are missing, because their messages expect no hook.
 EXPECTED: Mapping[str, str] = {
     "one_rank": "one process and one batch a step",
     "one_batch_a_step": "one process and one batch a step",
@@ -113,7 +117,7 @@ EXPECTED: Mapping[str, str] = {
     "lasting_writes": "single, or a layer without max_norm",
 }
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
-# Traits of strategies and switches of a run that exclude a need.
+# For each need, the traits of strategies and the switches of a run that exclude it.
 EXCLUDED: Mapping[str, Sequence[str]] = {
     "own_backward": ("owns_step",),
     "whole_parameters": (*_SHARDS, "splits_layers"),
@@ -152,7 +156,7 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
     "whole_module": (*_SHARDS, "splits_layers", "splits_devices", "replicates_in_threads"),
     "lasting_writes": (*_SHARDS, "splits_layers", "replicates_in_threads", "ranks"),
 }
-# Why a trait or a switch excludes needs.
+# For each trait or switch, the reason why it excludes needs.
 REASONS: Mapping[str, str] = {
     "shards_parameters": "ranks hold parts of weights and gradients",
     "splits_tensors": "ranks hold parts of weights, and of what layers return",
@@ -176,11 +180,12 @@ REASONS: Mapping[str, str] = {
 class Part(NamedTuple):
     """A part of a run with its needs.
 
-    key: Its config key.
-    named: The beginning of a message.
-    needs: Words of NEEDS.
-    fix: The fix, with `{switch}` for what excludes the need. Default: none.
-    more: What else a message expects.
+    Attributes:
+        key: Key of the part in the config.
+        named: Description of the part, which begins a message.
+        needs: Needs of the part: keys of NEEDS.
+        fix: Fix in a message. `{switch}` stands for the key that excludes the need. Default: no fix.
+        more: Text appended to the expected value in a message.
     """
 
     key: str
@@ -191,7 +196,7 @@ class Part(NamedTuple):
 
 
 def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[ErrorDetails]:
-    """Yield an error for each part of a run and each trait or switch of the run that excludes one of its needs."""
+    """Yield an error for each part and each trait or switch of the run that excludes a need of the part."""
     present = conditions(planned)
     for part in parts:
         for word in sorted(set(part.needs) - NEEDS.keys()):
@@ -209,7 +214,7 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
-    """Return what may exclude a need in this run: words of EXCLUDED, each with the override that causes it."""
+    """Return the traits and switches of this run that may exclude a need, each with the override that causes it."""
     settings, placement, word = planned.settings, planned.placement, WORDS[planned.precision]
     strategy, precision = f"strategy={settings.strategy['name']}", f"precision={planned.precision}"
     stages, count = settings.strategy.get("pipeline"), settings.trainer.accumulate_grad_batches
@@ -234,12 +239,12 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
 def callback_errors(
     kinds: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
 ) -> Iterator[ErrorDetails]:
-    """Yield the callbacks that no run supports.
+    """Yield the errors of callbacks that no run supports.
 
     Args:
-        kinds: Their classes by name.
-        nodes: Their nodes by name.
-        shows_bar: trainer.enable_progress_bar.
+        kinds: Class of each callback, by name.
+        nodes: Config node of each callback, by name.
+        shows_bar: Value of trainer.enable_progress_bar.
     """
     bars = [name for name, kind in kinds.items() if issubclass(kind, callbacks.ProgressBar)]
     for name, kind in kinds.items():
@@ -262,14 +267,18 @@ def callback_errors(
 
 
 def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
-    """Yield the hooks of a run, by their names in the config."""
+    """Yield a Part for each hook of a run.
+
+    Args:
+        hooks: Hooks by their name in the config.
+    """
     for name, hook in hooks.items():
         fix = f"Leave the hook out with ~hooks.{name}, or change {{switch}}"
         yield Part(f"hooks.{name}", f"a {type(hook).__name__} hook", hook.all_needs, fix)
 
 
 def other_parts(planned: Blueprint) -> Iterator[Part]:
-    """Yield the parts with needs that are not hooks: terms, phases, compilation, callbacks, optimizers."""
+    """Yield a Part for each other part with needs: terms, phases, compilation, callbacks, optimizers."""
     settings, ddp = planned.settings, "Write strategy=ddp"
     unmet, weighed = planned.needs - planned.meets, ", ".join(planned.weighed)
     if unmet:

@@ -1,7 +1,8 @@
-"""Find all errors of a config: stages in declared order, each with the keys and the results that it needs.
+"""The complete check of a config, as a list of stages in a fixed order.
 
-The errors of values, keys, rules, targets and parameters are those of `resolve`. The stages below ask for the parts of
-the plan one by one. A stage is skipped if a key that it reads has an error, or if a stage that it needs found one.
+Each stage declares the keys that it reads and the stages that it needs. `resolve` finds the errors of values, keys,
+rules, targets and parameters. The stages below then compute the parts of the plan one by one. A stage is skipped if a
+key that it reads has an error, or if a stage that it needs found an error.
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Machine
 
 OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
-# The keys that a network, its objective and its metrics are built from.
+# Keys from which a network, its objective and its metrics are built.
 SHAPE_KEYS = (
     "module", "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
 )  # fmt: skip
-# Keys that a strategy or a hook may refuse.
+# Keys with values that a strategy may not support, and keys that a hook may not support.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
-# Groups whose numbers affect only the optimizer.
+# Top-level keys that contain only numbers of the optimizer and its schedule.
 NUMBERS = ("optimizer", "scheduler")
 ANY_LENGTH = 1_000_000_000
-# The meaning of null in Lightning's Trainer.
+# Values that Lightning's Trainer uses for null.
 LENGTHS = {
     "max_epochs": None,
     "limit_train_batches": 1.0,
@@ -85,14 +86,15 @@ LENGTHS = {
 
 
 class Check:
-    """A check of a plan.
+    """The state and the results of the check of one config.
 
     Attributes:
-        decided: The plan. Without an error, all of it is decided.
-        found: The errors found so far.
-        passed: The names of the stages that found no error, and `model` or `module`, which the config trains.
-        matching: The result of the stage weights.
-        resuming: The result of the stage resume.
+        decided: Plan of the run. If the check finds no error, all parts of the plan are computed.
+        settings: Config as typed objects.
+        found: Errors found so far.
+        passed: Names of the stages that found no error. Also `model` or `module`, whichever the config trains.
+        matching: Result of the stage `weights`.
+        resuming: Result of the stage `resume`.
     """
 
     def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
@@ -104,7 +106,7 @@ class Check:
         self.resuming = Resuming()
 
     def run(self, stages: Iterable[Stage]) -> None:
-        """Run the stages that have what they need."""
+        """Run the stages. Skip each stage with missing requirements."""
         for stage in stages:
             if not self.passed.issuperset(stage.needs) or not self.knows(stage.keys):
                 continue
@@ -121,7 +123,7 @@ class Check:
                 self.hidden = tuple(self.found)
 
     def knows(self, keys: Sequence[str]) -> bool:
-        """Return whether these nodes have no error, and no value that an error hides."""
+        """Return whether these top-level keys have no error and no value that is unknown because of an error."""
         return not concern_keys(self.hidden, keys) and not any(
             value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
             for value in (self.decided.plain[key] for key in keys)
@@ -129,13 +131,13 @@ class Check:
 
     @property
     def network(self) -> nn.Module:
-        """The network. Read it in stages that need one."""
+        """The network. Only stages that need the stage `network` may read this property."""
         assert self.decided.network is not None
         return self.decided.network
 
     @functools.cached_property
     def blueprint(self) -> Blueprint:
-        """The run as hooks and strategies see it."""
+        """Description of the run for hooks and strategies."""
         plan, settings, strategy = self.decided, self.settings, self.decided.strategy
         objective = plan.objective if plan.own is None else None
         phases = {name: phase["optimizer"] for name, phase in settings.phases.items() if phase.get("optimizer")}
@@ -157,21 +159,21 @@ class Check:
 
     @functools.cached_property
     def errors(self) -> tuple[ErrorDetails, ...]:
-        """All errors, each with the file that it came from. Read it after the stages."""
+        """All errors, each with the file that caused it. Read this property after all stages have run."""
         return tuple(locate_errors(self.decided.resolved.config, unique_errors(self.found)))
 
     def plan(self) -> Plan:
         """Return the plan.
 
         Raises:
-            ConfigError: With all errors.
+            ConfigError: The config has errors. The exception lists all of them.
         """
         raise_errors(self.errors)
         return self.decided
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Remarks on what was not checked, what trains badly without an error, and what a resume changes."""
+        """Remarks that are not errors: unchecked parts, settings that train badly, and changes of a resumed run."""
         decided, settings = self.decided, self.decided.settings
         if decided.own is not None:
             return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
@@ -186,7 +188,7 @@ class Check:
         return tuple(notes)
 
     def classes_of(self, nodes: Any) -> dict[str, Any]:
-        """Return the class of each node that has no error."""
+        """Return the class of each node, by name. Nodes with an error are left out."""
         found: dict[str, Any] = {}
         for name, node in nodes.items() if isinstance(nodes, dict) else ():
             with contextlib.suppress(ConfigError, MissingExtraError):
@@ -197,13 +199,14 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A step of the check.
+    """One stage of the check.
 
-    name: The word by which later stages need it.
-    run: Returns the errors, or raises ConfigError; None if it has neither an error nor a result.
-    keys: The top-level keys that it reads.
-    needs: The stages that must have found no error.
-    hides: Whether later stages may not read a key in which it found an error.
+    Attributes:
+        name: Name of the stage, used in `needs` of later stages.
+        run: Returns the errors, or raises ConfigError. Returns None if the stage could not be done.
+        keys: Top-level keys that the stage reads.
+        needs: Stages that must have found no error.
+        hides: Whether later stages are skipped if they read a key in which this stage found an error.
     """
 
     name: str
@@ -233,14 +236,18 @@ def _objective(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _network(check: Check) -> Iterable[ErrorDetails] | None:
-    """Return the errors of the network on the meta device, or of the data if the config is wrong about the data."""
+    """Return the errors of the network on the meta device.
+
+    A wrong description of the data also leads to such errors. In that case, the errors of the data are returned
+    instead.
+    """
     plan = check.decided
     if check.settings.phases and not check.knows(OPTIMIZATION_KEYS):
-        return None  # phases may use the optimizer and the schedule at the top
+        return None  # phases may use the top-level optimizer and schedule
     found = shape_errors(plan.shapes, plan.spec, plan.objective, plan.phases)
     if not found:
         return None if plan.network is None else ()
-    # Losses and metrics refuse the outputs of a wrong network, except for the names that a refused term looks for.
+    # A wrong network also causes errors of losses and metrics. Of these, keep only errors of unknown names in a term.
     names = [f"{error.key}.{name}" for error in found for name in ("output", "target", "inputs")]
     declared = [error for error in compare_with_data(plan)[0] if error.key.startswith(("data.", *names))]
     return declared or found
@@ -264,10 +271,10 @@ def _freezing(check: Check) -> Iterable[ErrorDetails]:
 
 
 def _optimizers(check: Check) -> Iterator[ErrorDetails]:
-    """Yield the errors of optimizer and schedule, and patterns that match no parameter."""
+    """Yield the errors of the optimizer and the schedule, and of patterns that match no parameter."""
     plan, settings, network = check.decided, check.settings, check.network
     made: list[Optimizer] = []
-    # Only the data knows the steps of an epoch. It is asked if a schedule may end too soon.
+    # The number of steps in an epoch requires reading the data, so it is computed only if a schedule may end too early.
     steps, epochs = map(_limit, (settings.trainer.max_steps, settings.trainer.max_epochs))
     if plan.phases:
         yield from phase_errors(plan.phases, network, steps=steps, epochs=epochs, made=made)
@@ -297,7 +304,10 @@ def _calls(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _callbacks(check: Check) -> Iterator[ErrorDetails]:
-    """Yield the errors of callbacks. Callbacks of libraries are constructed, those of users only in the run."""
+    """Yield the errors of callbacks.
+
+    Callbacks of libraries are constructed by the check. Callbacks of users are constructed only by the run.
+    """
     nodes, allow = check.settings.callbacks, check.settings.security.allow
     kinds = check.classes_of(nodes)
     if check.knows(("trainer",)):
@@ -323,20 +333,20 @@ def _hooks(check: Check) -> Iterator[ErrorDetails]:
         hook.name = name
         found += hook.errors(planned)
     for error in found:
-        # The run matches patterns against layers that the setup of the user's module adds.
+        # The setup of the user's module may add layers later, so a pattern without a match is not an error yet.
         is_early = own is not None and not own.is_complete and error.key.endswith(".modules")
         if not is_early:
             yield error
 
 
 def _strategy(check: Check) -> Iterator[ErrorDetails]:
-    """Yield the errors of the strategy, and parts that exclude each other."""
+    """Yield the errors of the strategy, and of incompatible parts of the run."""
     plan, settings = check.decided, check.settings
     if plan.own is None and not is_node(settings.optimizer):
         return
     found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
     yield from found
-    # Strategies check models of exp. Their errors do not apply to a user's module that they do not support.
+    # If the strategy does not support the user's module, its other errors do not apply.
     if isinstance(plan.strategy, Strategy) and not (plan.own is not None and found):
         hooks = plan.hooks if check.knows(("security", *KEYS_OF_HOOKS)) else {}
         yield from plan.strategy.errors(dataclasses.replace(check.blueprint, hooks=hooks))
@@ -350,7 +360,7 @@ def _length(check: Check) -> Iterable[ErrorDetails]:
 
 
 def _weights(check: Check) -> Iterable[ErrorDetails]:
-    """Return the errors of the weights that the network starts from."""
+    """Return the errors of the weights from which the network starts."""
     node = check.settings.weights
     if node.from_ is None or check.settings.resume is not None:
         return ()
@@ -364,7 +374,7 @@ def _weights(check: Check) -> Iterable[ErrorDetails]:
 
 
 def _resume(check: Check) -> Iterable[ErrorDetails]:
-    """Return why a run cannot resume from the checkpoint that it names."""
+    """Return the errors that prevent a run from resuming from its checkpoint."""
     plan, settings = check.decided, check.settings
     if settings.resume is None or check.found:
         return ()
@@ -373,7 +383,7 @@ def _resume(check: Check) -> Iterable[ErrorDetails]:
             build = functools.partial(build_network, settings, plan.spec, device="meta")
             check.resuming = examine_resume(plan.plain, network=plan.network, build=build)
         else:
-            # Its setup may rename layers, as torch.compile does.
+            # The module's setup may rename layers, as torch.compile does.
             network = plan.network if plan.own.is_complete else None
             check.resuming = examine_resume(plan.plain, network=network, prefix="")
     except RunError as error:
@@ -413,7 +423,7 @@ def _limit(limit: int | None) -> int:
 
 
 def _batches(plan: Plan) -> int | None:
-    """Return the global batches of an epoch of training; None if the data is not on this machine."""
+    """Return the number of global batches in a training epoch. Return None if the data is not on this machine."""
     try:
         return None if plan.data_module is not None else len(plan.data.loader("train"))
     except (ExpError, TypeError):
@@ -421,7 +431,7 @@ def _batches(plan: Plan) -> int | None:
 
 
 def _lengths(check: Check) -> Trainer:
-    """Return the attributes of a Trainer that decide the length of the run."""
+    """Return an object with the attributes of a Trainer that determine the length of the run."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
     nodes, allow = check.settings.callbacks, check.settings.security.allow
@@ -442,11 +452,11 @@ def _steps(check: Check) -> int | None:
 
 
 def examine(resolved: Resolved, *, machine: Machine | None = None) -> Check:
-    """Check a config: find all its errors, and decide its run.
+    """Check a config: find all errors, and compute the plan of the run.
 
     Args:
-        resolved: The config.
-        machine: The machine of the run; None for this machine.
+        resolved: Result of `exp.check.resolution.resolve`.
+        machine: Description of the machine of the run. None describes this machine.
     """
     check = Check(Plan(resolved=resolved, machine=machine))
     check.run(STAGES)
@@ -454,33 +464,33 @@ def examine(resolved: Resolved, *, machine: Machine | None = None) -> Check:
 
 
 def plan(resolved: Resolved) -> Plan:
-    """Decide the run.
+    """Return the plan of a config.
 
     Raises:
-        ConfigError: With all errors of the config.
+        ConfigError: The config has errors. The exception lists all of them.
     """
     return examine(resolved).plan()
 
 
 def config_errors(config: DictConfig) -> tuple[ErrorDetails, ...]:
-    """Return all errors of a composed config, each with the file that it came from."""
+    """Return all errors of a composed config, each with the file that caused it."""
     return examine(resolve(config)).errors
 
 
 def validate(config: DictConfig) -> None:
-    """Check a composed config, which is not changed.
+    """Check a composed config. The config is not changed.
 
     Raises:
-        ConfigError: With all errors.
+        ConfigError: The config has errors. The exception lists all of them.
     """
     checked_plan(config)
 
 
 def checked_plan(config: DictConfig) -> Plan:
-    """Return the plan of a config that agrees with the first samples of its data.
+    """Return the plan of a config, after a comparison with the first samples of the data.
 
     Raises:
-        ConfigError: With all errors.
+        ConfigError: The config has errors. The exception lists all of them.
     """
     decided = plan(resolve(config))
     errors, _ = compare_with_data(decided)
@@ -490,23 +500,29 @@ def checked_plan(config: DictConfig) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A config without an error. raw: its unresolved values."""
+    """A config without errors.
+
+    Attributes:
+        raw: Values of the config, interpolations unresolved.
+        decided: Plan of the config.
+    """
 
     raw: Mapping[str, Any]
     decided: Plan
 
 
 def check_job(config: DictConfig, before: Checked | None) -> Checked:
-    """Check a job of a sweep. Building and running the network takes 40 ms of a job that may train for 60.
+    """Check a job of a sweep.
 
-    A job that differs from a checked one only in its seed and in numbers of its optimizer is checked for these alone.
+    If the job differs from a checked job only in its seed and in numbers of the optimizer, only these values are
+    checked. This matters because building and running the network takes 40 ms, and a job may train for only 60 ms.
 
     Args:
-        config: Passed the first stage of the check.
-        before: The result for another job.
+        config: Config of the job. It must have passed the check without torch.
+        before: Result for another job, or None.
 
     Raises:
-        ConfigError: With all errors.
+        ConfigError: The config has errors. The exception lists all of them.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
     del raw[COMPOSITION]
@@ -519,7 +535,7 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
 
 
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
-    """Return whether the changes affect only the optimizer, the schedule and random numbers."""
+    """Return whether the changes affect only the optimizer, the schedule and the seed."""
     decided = before.decided
     if decided.own is not None or decided.network is None or decided.settings.phases:
         return False
@@ -540,7 +556,7 @@ def _refuse_changed(config: DictConfig, changed: Mapping[KeyPath, Any], *, check
         {name: plain[name] for name in sorted(groups)}, allow=allowed_packages(plain), has_module=False
     )
     decided = Plan(resolved=Resolved(config=config, plain=plain, errors=tuple(errors)))
-    # The changes affect none of these.
+    # These parts do not depend on the changed values.
     vars(decided).update(
         {part: getattr(checked, part) for part in ("spec", "objective", "phases", "metrics", "shapes")}
     )

@@ -1,7 +1,7 @@
-"""Parameters and bounds that the signatures of torch, Lightning and torchmetrics do not state.
+"""Parameters and bounds that the signatures of torch, Lightning and torchmetrics do not declare.
 
-The bounds exclude values that a class accepts but that train wrongly or fail later. A value for which the constructor
-raises an exception needs no bound. A test compares every name with the installed versions.
+The bounds exclude values that a constructor accepts, but that train wrongly or fail later. A value that the constructor
+rejects needs no bound. A test compares every name with the installed versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Interval, Predicate
 from exp.config.annotations import EMPTY
 from exp.errors import LIBRARIES, ErrorDetails, is_installed, unsuitable
 
-# Names that classes read from **kwargs.
+# Parameters that classes read from **kwargs, with their types.
 HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     # Passed on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
@@ -37,7 +37,7 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     },
 }
 
-# Classes whose constructor needs a package: its module, and the argument of pip install.
+# For each class that needs an extra package: the module of the package, and the argument of pip install.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml", "comet-ml"),
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow", "'exp-framework[mlflow]'"),
@@ -46,7 +46,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
 _DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
-# Bounds by parameter name, for a class and its subclasses in these libraries.
+# Bounds by parameter name. They apply to a class and its subclasses in these libraries.
 BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torch.optim.optimizer.Optimizer": {
         **dict.fromkeys(("lr", "eps", "weight_decay", "momentum_decay", "lr_decay", "lambd", "t0"), Ge(0)),
@@ -95,7 +95,7 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
         "unfreeze_backbone_at_epoch": Ge(0),
         "annealing_epochs": Ge(0),
     },
-    # In losses, p is the power of a norm.
+    # Only dropouts have this bound for p. In losses, p is the exponent of a norm.
     "torch.nn.modules.dropout._DropoutNd": {"p": _SHARE},
     "torch.nn.modules.module.Module": {
         **dict.fromkeys(("in_features", "out_features", "in1_features", "in2_features", "num_features"), Ge(1)),
@@ -115,7 +115,14 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
 
 
 def with_bounds(target: type, name: str, annotation: object, default: object) -> object:
-    """Return the annotation of a library's parameter with its bounds from BOUNDS, if it has any."""
+    """Return the annotation of a library's parameter, extended by its bound in BOUNDS if there is one.
+
+    Args:
+        target: The class.
+        name: Name of the parameter.
+        annotation: Annotation in the signature.
+        default: Default in the signature.
+    """
     if target.__module__.partition(".")[0] not in LIBRARIES or hasattr(annotation, "__metadata__"):
         return annotation
     for base in target.__mro__:
@@ -126,7 +133,7 @@ def with_bounds(target: type, name: str, annotation: object, default: object) ->
 
 
 def missing_package(target: type, *, key: str) -> ErrorDetails | None:
-    """Return the error of a class whose package is not installed; None if it needs none or has it."""
+    """Return the error of a class that needs a package that is not installed. Return None if the class can be used."""
     for base in target.__mro__:
         package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
         if package is not None and not is_installed(package):

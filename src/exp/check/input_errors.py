@@ -1,4 +1,4 @@
-"""Explain why a layer or an operation of a forward program refused its input, and which key fixes it."""
+"""Explanations why a layer or an operation of a forward program rejected its input, and which key fixes the error."""
 
 # ruff: noqa: SIM905  (a list of words is easier to read as words)
 
@@ -23,7 +23,7 @@ from exp.nested import is_dataclass_instance, named_parts, tensors_in
 from exp.shared_types import dtype_name
 from exp.spelling import among
 
-# Samples of the stand-in batch in models/inference.py. An axis 0 of this size is the batch axis.
+# Number of samples in the stand-in batch of models/inference.py. If axis 0 has this size, it is the batch axis.
 BATCH = 2
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -32,7 +32,7 @@ POOLS = (
     nn.LPPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
 )  # fmt: skip
-# The attentions of torch's encoder and decoder layers, whose own parameter for their width is d_model.
+# Attentions inside torch's encoder and decoder layers. In these layers, the parameter for the width is d_model.
 ATTENTIONS = ("self_attn", "multihead_attn")
 AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 
@@ -41,9 +41,11 @@ AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 class Input:
     """An input of a layer class.
 
-    text: the shape, with the names of the layer's attributes; `axes` and `time` are filled in from class and layout.
-    size: the attribute that holds the size of one axis; None for layers that take any size.
-    axis: the axis of that size.
+    Attributes:
+        text: Shape as text, with placeholders for attributes of the layer. The placeholder `axes` is filled in from the
+            class name, and `time` from the layout.
+        size: Attribute of the layer with the size of one axis. None for layers that accept any size.
+        axis: Index of the axis with that size. Default: the last axis.
     """
 
     text: str
@@ -77,7 +79,7 @@ INPUTS: Mapping[tuple[type[nn.Module], ...], tuple[Input, ...]] = {
     ),
     POOLS: (Input("floats [B, C, {axes}]"),),
 }
-# What functions take, by their names without underscores.
+# Descriptions of the operands of torch's functions, by function name without underscores.
 OPERANDS = {
     **dict.fromkeys(
         "matmul rmatmul mm bmm mv addmm baddbmm".split(),
@@ -93,7 +95,10 @@ OPERANDS = {
 class Demand:
     """The input that a layer expects.
 
-    parameters: the parameters of the layer's constructor that caused the error. fix: the fix, if one is known.
+    Attributes:
+        expected: Description of the input.
+        fix: Fix of the error. None if no fix is known.
+        parameters: Parameters of the layer's constructor that caused the error.
     """
 
     expected: str
@@ -102,12 +107,14 @@ class Demand:
 
 
 def describe_value(value: object, *, batch: int | None = None) -> str:
-    """Return a value as its shape with B for the batch axis, `[B, 10] float32`. Containers are shown by their parts.
+    """Return the shape and dtype of a value, with B for the batch axis, such as `[B, 10] float32`.
+
+    Containers are described by their entries.
 
     Args:
         value: Any value.
-        batch: The number of samples in the batch. An axis 0 of another size is not the batch axis. None if axis 0 of
-            every tensor is.
+        batch: Number of samples in the batch. Axis 0 is the batch axis only if it has this size. None treats axis 0 of
+            every tensor as the batch axis.
     """
     if isinstance(value, Tensor):
         is_batch = not isinstance(value, nn.Parameter) and batch in (None, *value.shape[:1])
@@ -131,13 +138,13 @@ def _describe_given(values: object) -> str:
 
 
 def layer_error(error: BaseException, key: str, call: Call, refused: Refused | None = None) -> ErrorDetails:
-    """Return the error of a layer that refused its input.
+    """Return the error of a layer that rejected its input.
 
     Args:
-        error: The exception that the layer raised.
-        key: The layer's key.
-        call: The call of the layer.
-        refused: The function in the layer that raised, if a function of torch did.
+        error: Exception that the layer raised.
+        key: Key of the layer.
+        call: Call of the layer.
+        refused: Function of torch that raised the exception, if there is one.
     """
     module = call.module
     given = ", ".join(map(_describe_given, call.inputs)) or "no input"
@@ -152,17 +159,17 @@ def layer_error(error: BaseException, key: str, call: Call, refused: Refused | N
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer; of a lazy layer, the class that it becomes."""
+    """Return the class of a layer. For a lazy layer, return the class that it becomes."""
     sized: type[nn.Module] | None = getattr(type(module), "cls_to_become", None)
     return sized or type(module)
 
 
 def _origins(key: str, module: nn.Module, parameters: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of a layer's parameters, written by name or by position."""
+    """Return the keys in the config that may set these parameters of a layer, by name or by position."""
     known = _parameters(module)
     named = [f"{key}.{one}" for one in parameters]
     placed = [f"{key}._args_.{known.index(one)}" for one in parameters if one in known]
-    # torch's encoder layers contain an attention, whose width is d_model.
+    # torch's encoder layers contain an attention, and their parameter for its width is d_model.
     holder = [f"{key.rpartition('.')[0]}.d_model"] if "embed_dim" in parameters else []
     return (*named, *placed, *holder)
 
@@ -175,13 +182,13 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _write(size: str, value: object, module: nn.Module) -> str:
-    """Return the fix of a size: its right value, and whether the layer can infer it."""
+    """Return the fix of a wrong size, with the right value. The fix also says if the size can be inferred."""
     is_inferred = any(isinstance(module, cls | lazy) and size == own for cls, (lazy, own) in LAZY_CLASSES.items())
     return f"Write {size}: {value}" + (", or leave it out: it is inferred from the data" if is_inferred else "")
 
 
 def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand | None:
-    """Return the demand of a layer whose input has another dtype than its parameters."""
+    """Return the demand of a layer if its input has another dtype than its parameters. Otherwise return None."""
     given = list(tensors_in(call.inputs))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if given and given[0].dtype in (torch.int64, torch.int32):
@@ -217,26 +224,32 @@ def _inputs(module: nn.Module) -> tuple[Input, ...]:
 
 
 def _text(one: Input, module: nn.Module) -> str:
-    """Return the shape of an input in words, with the layer's sizes."""
+    """Return the shape of an input as text, with the sizes of the layer."""
     fields = {"axes": AXES.get(_axes_of(module), "..."), "time": "T, B"}
     if getattr(module, "batch_first", False):
         fields["time"] = "B, T"
     if one.size is not None:
         size = getattr(module, one.size)
-        # A lazy layer has the size 0 until its first forward.
+        # A lazy layer has size 0 until its first forward, so a letter is shown.
         letter = "C" if one.axis == 1 else "N"
         fields[one.size] = ", ".join(map(str, size)) if isinstance(size, tuple) else str(size or letter)
     return one.text.format(**fields)
 
 
 def _axes_of(module: nn.Module) -> int:
-    """Return the number of spatial axes in the name of a layer's class, such as 2 for Conv2d; 0 if it has none."""
+    """Return the number of spatial axes in the class name of a layer, such as 2 for Conv2d.
+
+    Return 0 if there is none.
+    """
     found = re.search(r"([123])d$", _class_of(module).__name__)
     return int(found[1]) if found else 0
 
 
 def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
-    """Return the demand of a layer of torch whose input has other axes or sizes than its parameters state."""
+    """Return the demand of a layer of torch if its input has a wrong number of axes or a wrong size.
+
+    Otherwise return None.
+    """
     inputs = _inputs(module)
     value = call.inputs[0] if call.inputs else None
     if inputs and isinstance(value, list | tuple | dict):
@@ -248,7 +261,10 @@ def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
 
 
 def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | None:
-    """Return the demand of a layer whose class is for another number of axes."""
+    """Return the demand of a layer if its input has a wrong number of axes, such as 3 for Conv2d.
+
+    Otherwise return None.
+    """
     axes = _axes_of(module)
     is_row = isinstance(module, nn.BatchNorm1d) and value.dim() == 2
     is_sample = value.dim() == axes + 1 and value.shape[0] == getattr(module, first.size or "", None)
@@ -260,7 +276,7 @@ def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | Non
 
 
 def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Demand | None:
-    """Return the demand of a layer with a size, such as in_features, that differs from the size of its input."""
+    """Return the demand of a layer if a size, such as in_features, differs from its input. Otherwise return None."""
     for one, given in zip(inputs, call.inputs, strict=False):
         value = next(tensors_in([given]), None)
         if one.size is None or value is None or value.dim() < max(one.axis + 1, 1):
@@ -278,7 +294,7 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
 
 
 def _general_demand(module: nn.Module, error: BaseException, refused: Refused | None) -> Demand:
-    """Return the demand of any other layer, with the parameters that torch's message names."""
+    """Return the demand of a layer without a specific rule, with the parameters that torch's message mentions."""
     message = str(error)
     places = {name: re.search(rf"\b{re.escape(name)}\b", message, re.IGNORECASE) for name in _parameters(module)}
     names = [name for _, name in sorted((found.start(), name) for name, found in places.items() if found is not None)]
@@ -288,22 +304,24 @@ def _general_demand(module: nn.Module, error: BaseException, refused: Refused | 
 
 
 def operation_error(error: BaseException, key: str, refused: Refused | None = None) -> ErrorDetails | None:
-    """Return the error of an operation in a forward program; None if the error comes from another place.
+    """Return the error of an operation in a forward program.
+
+    Return None if another part of the code raised the exception.
 
     Args:
         error: The exception.
-        key: The key of the model with the program.
-        refused: The function that raised, if a function of torch did.
+        key: Key of the model with the program.
+        refused: Function of torch that raised the exception, if there is one.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
     lines = [place for place, frame in enumerate(frames) if frame.filename.startswith(FILE_PREFIX)]
-    # A layer that the line calls is the place of the error; a function of torch is not.
+    # If the line calls a layer that raised the exception, `layer_error` reports it.
     if not lines or any("torch/nn/modules/module.py" in one.filename for one in frames[lines[-1] :]):
         return None
     frame = frames[lines[-1]]
     line, column = frame.lineno or 1, (frame.colno or 0) + 1
     end = frame.end_colno if frame.end_lineno == frame.lineno else None
-    # A frame's own line lacks the indentation that its columns count.
+    # Read the line from linecache, because frame.line is stripped but the columns count its indentation.
     shown = linecache.getline(frame.filename, line).rstrip("\n")[column - 1 : end] or frame.line or ""
     given = ""
     if refused is not None and refused.sources:
@@ -316,12 +334,12 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
 
 
 def _word(refused: Refused) -> str:
-    """Return the name of a function, without the underscores of an operator."""
+    """Return the name of a function without the underscores of an operator."""
     return getattr(refused.function, "__name__", "the operation").strip("_")
 
 
 def _operands(refused: Refused) -> str | None:
-    """Return what a function of torch takes, in words; None for an unknown function."""
+    """Return a description of the operands that a function of torch accepts. Return None for other functions."""
     floats = {one.dtype for one in refused.sources if one.is_floating_point() or one.is_complex()}
     if len(floats) > 1:
         return "operands of one dtype"
@@ -331,7 +349,10 @@ def _operands(refused: Refused) -> str | None:
 
 
 def _fix_of_operands(refused: Refused) -> str | None:
-    """Return the fix of operands that nearly fit: a transposed second factor, or one dtype for both."""
+    """Return the fix of operands that nearly match, such as a transposed second factor.
+
+    Return None if no fix is known.
+    """
     sources, dtypes = refused.sources, {one.dtype for one in refused.sources}
     if _is_of_dtypes(refused.error) and len(sources) == 2 and {torch.float64, torch.float32} == dtypes:
         return "Leave .double() out, or write .float() after it"

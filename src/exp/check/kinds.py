@@ -1,4 +1,4 @@
-"""Compare a plain value with an annotation, and describe the annotation in words."""
+"""The comparison of a plain value with an annotation, and descriptions of annotations in words."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 # Types that a parameter without an annotation accepts, by the type of its default.
 LIKE = {bool: bool, int: float, float: float, str: str, list: list | float | bool, tuple: list | float | bool}
-# Values in a config that stand for objects of torch, in words.
+# Descriptions of config values that become objects of torch.
 TORCHS = {"torch.dtype": "a dtype, such as torch.float64", "torch.Tensor": "numbers, or lists of them"}
-# Conditions that annotated_types declares, by their attribute names there.
+# Conditions of annotated_types, by the names of their attributes.
 BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
@@ -49,10 +49,15 @@ NUMERIC = ("gt", "ge", "lt", "le", "multiple_of")
 
 
 def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
-    """Return whether a plain value (scalar, list or mapping of a config) fits a parameter.
+    """Return whether a plain value (scalar, list or mapping of a config) is valid for a parameter.
 
-    Without an annotation, the type of the default decides; without either, any value fits. A node with a `_target_`
-    becomes an object later, so it fits any annotation except a scalar.
+    If the parameter has no annotation, the type of its default decides. If it has no default either, any value is
+    valid. A node with a `_target_` becomes an object later, so it is valid for any annotation except a scalar.
+
+    Args:
+        value: The value.
+        annotation: Annotation of the parameter.
+        default: Default of the parameter.
     """
     if value is UNKNOWN or (value is None and default is None):
         return True
@@ -62,7 +67,7 @@ def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
 
 
 def describe_type(annotation: object, default: object = EMPTY) -> str:
-    """Return an annotation in words: `an integer`, `one of min, max`, `a list of 2 numbers`."""
+    """Return an annotation in words, such as `an integer`, `one of min, max` or `a list of 2 numbers`."""
     if annotation is EMPTY or annotation is Any or annotation is object:
         return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -103,7 +108,10 @@ def _describe_union(arguments: tuple[Any, ...]) -> str:
 
 
 def _describe_bounds(annotation: object, metadata: Sequence[Any]) -> str:
-    """Return an Annotated in words: the text in its metadata, or else its type, with its bounds."""
+    """Return an Annotated in words, followed by its bounds.
+
+    Text in the metadata replaces the description of the type.
+    """
     bounds = bounds_of(metadata)
     text = next((text for text in metadata if isinstance(text, str)), None)
     words = text or describe_type(annotation)
@@ -129,7 +137,10 @@ def bounds_of(metadata: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_within(value: object, metadata: Sequence[Any]) -> bool:
-    """Return whether a value, or each entry of a list, is within its bounds. A number with bounds must be finite."""
+    """Return whether a value, or each entry of a list, is within the bounds.
+
+    A number with bounds must also be finite.
+    """
     bounds = bounds_of(metadata)
     if bounds and isinstance(value, float) and not math.isfinite(value):
         return False
@@ -157,7 +168,7 @@ def _describe_list(arguments: tuple[Any, ...]) -> str:
 
 
 def words_of(annotation: object) -> list[str]:
-    """Return the words of every Literal, enum or bool in an annotation."""
+    """Return the allowed words of every Literal, enum or bool in an annotation."""
     if annotation is bool:
         return ["true", "false"]
     if typing.get_origin(annotation) is typing.Literal:
@@ -237,21 +248,21 @@ def _is_class(value: object, base: Any) -> bool:
         return isinstance(value, str) and _is_dtype(value)
     if named == "torch.Tensor" and is_array(value):
         return True
-    # A mapping or list may hold nodes from which the class is built. A scalar cannot become an object.
+    # A mapping or list may contain nodes that become objects of the class. A scalar cannot become an object.
     if base.__module__.partition(".")[0] in LIBRARIES and not issubclass(base, tuple | dict):
         return any(is_node(inner) for _, inner in leaves(value))
     return isinstance(value, list | dict)
 
 
 def _is_dtype(name: str) -> bool:
-    """Return whether a text names a dtype of torch, with or without `torch.`."""
+    """Return whether a text names a dtype of torch, with or without the prefix `torch.`."""
     import torch
 
     return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
 def _is_object(annotation: object) -> bool:
-    """Return whether only a node with a `_target_` can have this type, and no plain value."""
+    """Return whether only a node with a `_target_` can have this type, and no plain value can."""
     base = typing.get_origin(annotation) or annotation
     if base is typing.Annotated or _is_union(base):
         return all(_is_object(kind) for kind in typing.get_args(annotation)[: 1 if base is typing.Annotated else None])
@@ -266,7 +277,10 @@ def _is_object(annotation: object) -> bool:
 
 
 def _without_tensors(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the types of a union without Tensor if a number is one of them: it is then a number on a device."""
+    """Return the types of a union without Tensor, if the union also allows a number.
+
+    A config gives the number, so messages need not mention tensors.
+    """
     if float not in kinds:
         return kinds
     return tuple(kind for kind in kinds if not (inspect.isclass(kind) and _name_of(kind) == "torch.Tensor"))

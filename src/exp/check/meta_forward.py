@@ -1,4 +1,4 @@
-"""Run a network once on the meta device, and record the shape and dtype of every module's input and output."""
+"""A forward of the network on the meta device, which records the shape and dtype of every module's input and output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from exp.optim.phase import Phase
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 
-# Words in torch's errors about operators that cannot run without numbers. Such a network is not checked.
+# Words in torch's errors about operators that need the numbers of a tensor. Shapes after such an error are unknown.
 UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
 
 
@@ -28,9 +28,10 @@ UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
 class Failure:
     """The exception that ended a forward on the meta device.
 
-    error: What was raised.
-    network: The network that ran; None if it could not be built.
-    recorder: Holds the calls that had not returned.
+    Attributes:
+        error: The exception.
+        network: Network that ran. None if it could not be built.
+        recorder: Recorder with the module calls that had not returned.
     """
 
     error: BaseException
@@ -39,13 +40,13 @@ class Failure:
 
     @property
     def is_undecidable(self) -> bool:
-        """True if the network needs numbers, so that its shapes cannot be checked."""
+        """True if the network needs the numbers of a tensor, so that its shapes cannot be checked."""
         is_explained = isinstance(self.error, ConfigError | ProgramError)
         return not is_explained and any(word in str(self.error).lower() for word in UNDECIDABLE)
 
     @property
     def message(self) -> str:
-        """The type and the first line of the exception."""
+        """Type and first line of the exception."""
         return f"{type(self.error).__name__}: {self.error}".splitlines()[0]
 
 
@@ -53,10 +54,11 @@ class Failure:
 class MetaForward:
     """The result of the forwards on the meta device.
 
-    network: The network with the sizes of all layers; None if it cannot be built.
-    traces: The trace of the network's own forward, by None, and of each forward that phases name, by that name. A
-        forward that could not run has no trace.
-    failure: What ended the forwards; None if all of them ran.
+    Attributes:
+        network: Network with the sizes of all layers. None if it cannot be built.
+        traces: Trace of each forward that could run, by name. The key None is the network's own forward. Other keys are
+            the forwards that phases name.
+        failure: Exception that ended the forwards. None if all of them ran.
     """
 
     network: nn.Module | None
@@ -65,14 +67,14 @@ class MetaForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The reason why the shapes of a network that needs numbers were not checked."""
+        """A note with the reason if shapes were not checked because the network needs numbers. Otherwise empty."""
         if self.failure is None or not self.failure.is_undecidable:
             return ()
         return (f"the model's shapes were not checked: {self.failure.message}",)
 
     @property
     def parameters(self) -> int | None:
-        """The number of parameters; None if the network cannot be built."""
+        """Number of parameters. None if the network cannot be built."""
         return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
 
 
@@ -85,17 +87,17 @@ def run_on_meta(
     prepare: Callable[[nn.Module], None] = lambda network: None,
     arithmetic: Arithmetic = SINGLE,
 ) -> MetaForward:
-    """Build the network on the meta device and run it with a batch of the data's shape.
+    """Build the network on the meta device, and run its forwards on a batch with the shape of the data.
 
-    The same forward gives lazy layers their sizes.
+    The first forward also determines the sizes of lazy layers.
 
     Args:
-        network_factory: Builds the network under torch.device("meta").
-        spec: The shapes and dtypes that the data declares.
-        objective: Its terms may need gradients of inputs.
-        phases: Their forwards run, too.
-        prepare: Changes the network, before its forward and again when every parameter has its shape.
-        arithmetic: The dtypes of the run.
+        network_factory: Builds the network inside torch.device("meta").
+        spec: Shapes and dtypes of the data.
+        objective: Objective of the run. If a term differentiates twice, the inputs require gradients.
+        phases: Phases of the run. Their forwards run too.
+        prepare: Changes the network before its first forward, and again when every parameter has its shape.
+        arithmetic: Dtypes of the run.
     """
     traces: dict[str | None, ForwardTrace] = {}
     network = seen = None
@@ -125,15 +127,16 @@ def run_on_meta(
 
 
 def _build(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
-    """Return the network with frozen parameters, because hooks ask before its forward where gradients flow.
+    """Return the network with frozen parameters, because hooks ask before the forward which layers get gradients.
 
     Raises:
-        ConfigError: `prepare` raises it. For a network without its shapes the caller raises it later.
+        ConfigError: `prepare` raised this error. If the network has lazy parameters, the error is ignored here, because
+            the caller runs `prepare` again.
     """
     network = network_factory()
     for module in network.modules():
         if isinstance(module, ProgramModel):
-            with contextlib.suppress(ConfigError):  # materialise raises it with its key
+            with contextlib.suppress(ConfigError):  # materialise raises the same error later, with its key
                 module.apply_freeze()
     try:
         prepare(network)
@@ -144,7 +147,11 @@ def _build(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Modul
 
 
 def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-    """Trace the network; raise ConfigError if its forward needs an input that the data does not have."""
+    """Return the trace of a forward.
+
+    Raises:
+        ConfigError: The forward needs an input that the data does not have.
+    """
     parameters = inspect.signature(network.forward).parameters.values()
     needed = [
         one.name

@@ -1,6 +1,6 @@
-"""Rules of the node `phases`: the keys of a phase, and how phases, objective and trainer fit each other.
+"""The rules of the node `phases`: keys of a phase, and conflicts between phases, objective and trainer.
 
-Imports no torch: phases.py compares phases with the network.
+This module does not import torch. exp.check.phases compares phases with the network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHASE: dict[str, Any] = {
     "forward": Text | None,
     "simultaneous": bool,
 }
-# Values of keys that a phase leaves out.
+# Defaults of the keys that a phase may leave out.
 DEFAULTS: dict[str, Any] = {
     "optimizer": None,
     "scheduler": None,
@@ -48,7 +48,7 @@ SHARED = ("every_n_steps", "repeats", "forward")
 
 
 def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of phases that are not mappings of the keys of PHASE."""
+    """Yield the errors of phases that are not mappings, or that have wrong keys or values."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
@@ -76,7 +76,7 @@ def _key_errors(key: str, phase: dict[str, Any]) -> Iterator[ErrorDetails]:
 
 
 def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
-    """Yield terms that no phase trains, and terms of phases that do not exist."""
+    """Yield the errors of terms that no phase trains, and of phases that name unknown terms."""
     terms, phases = values["objective"], readable(values)
     if not isinstance(terms, dict) or not phases:
         return
@@ -86,7 +86,7 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
             expected = f"terms of the objective: {among(map(str, terms))}"
             fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
             yield unsuitable(f"phases.{name}.terms", term, "which is no term of the objective", expected, fix)
-    # A phase with an error may have the term.
+    # If a phase has an error, its terms are unknown, so no term is reported as unused.
     for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
             got = f"in the terms of no phase; there are the phases {among(phases)}"
@@ -96,7 +96,7 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
 
 
 def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
-    """Yield an error of the trainer's gradient clipping, and of steps in which no phase runs."""
+    """Yield the errors of gradient clipping by the trainer, of steps without a phase, and of training metrics."""
     phases, clip = readable(values), values["trainer.gradient_clip_val"]
     if not phases:
         return
@@ -117,7 +117,7 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
 
 
 def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of simultaneous phases that cannot share the forward of the phase before."""
+    """Yield the errors of simultaneous phases that cannot share the forward of the previous phase."""
     phases = readable(values)
     if not isinstance(values["phases"], dict) or len(phases) < len(values["phases"]):
         return
@@ -133,7 +133,7 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:
-    """Return the phases without an error, with all their keys."""
+    """Return the phases without an error, with defaults for the keys that they leave out."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         return {}
@@ -145,7 +145,7 @@ def readable(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def whole_phase(phase: dict[str, Any]) -> dict[str, Any]:
-    """Return a phase with all its keys and with its patterns as a list."""
+    """Return a phase with defaults for the keys that it leaves out, and with its parameter patterns as a list."""
     whole = {**DEFAULTS, **phase}
     patterns = whole["parameters"]
     return {**whole, "parameters": [patterns] if isinstance(patterns, str) else patterns}

@@ -1,4 +1,4 @@
-"""Compare phases with the network: parameters, forwards and optimizers."""
+"""The checks of phases against the network: parameters, forwards and optimizers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHOWN = 4
 def phase_errors(
     phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
 ) -> list[ErrorDetails]:
-    """Return the errors of patterns, forwards and optimizers, and of parameters that no phase trains.
+    """Return the errors of patterns, forwards and optimizers of phases, and of parameters that no phase trains.
 
     Args:
         phases: Phases of the run.
-        network: On the meta device, with all sizes.
-        steps: Optimizer steps of the run, for schedules.
-        epochs: Epochs of the run, for schedules.
-        made: Receives the optimizers without an error.
+        network: Network on the meta device, with the sizes of all layers.
+        steps: Number of optimizer steps of the run, for schedules.
+        epochs: Number of epochs of the run, for schedules.
+        made: List to which the optimizers without an error are added.
     """
     errors = [error for phase in phases for error in forward_errors(phase, network)]
     patterns = [
@@ -42,7 +42,7 @@ def phase_errors(
 
 
 def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
-    """Yield the error of a forward that the network does not have."""
+    """Yield the error of a phase that names a forward that the network does not have."""
     if phase.forward is None or phase.forward in forward_names(network):
         return
     names = forward_names(network)
@@ -60,7 +60,7 @@ def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
 
 
 def _untrained_errors(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
-    """Yield the error of parameters that no phase trains and that are not frozen."""
+    """Yield the error of trainable parameters that no phase trains."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
         fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
@@ -68,7 +68,7 @@ def _untrained_errors(phases: Sequence[Phase], network: nn.Module) -> Iterator[E
 
 
 def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
-    """Yield the error of a parameter that two simultaneous phases train: their gradients would add up."""
+    """Yield the error of a parameter that two simultaneous phases train, because their gradients would add up."""
     for _, group in turns_of(phases):
         owners: dict[int, str] = {}
         for phase in group:

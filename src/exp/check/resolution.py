@@ -1,4 +1,4 @@
-"""Fill in what a config leaves to the data, and find the errors that need no network."""
+"""Completion of a config with values from the data, and the errors that need no network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ START_KEYS = ("resume", "runtime", "name", "train")
 
 
 def resolve(config: DictConfig) -> Resolved:
-    """Fill in, in a copy, what the data set's YAML leaves to the data, and look at all that needs no network."""
+    """Return a copy of a config with the values that depend on the data, and the errors that need no network.
+
+    The config may leave the input shape and the number of classes null. The data set then determines these values.
+    """
     config = copy_config(config)
     use_resolvers(config, allow=_allowed_packages(config))
     reading = read(config)
@@ -59,18 +62,18 @@ def resolve(config: DictConfig) -> Resolved:
 
 
 def _allowed_packages(config: DictConfig) -> list[str]:
-    """Return the packages that the command line allows; none of a config that exp.compose did not make."""
+    """Return the packages that the command line allows. Return none for a config that exp.compose did not make."""
     return [str(name) for name in config[COMPOSITION][ALLOWED]] if COMPOSITION in config else []
 
 
 def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[object, object]:
-    """Return `resume` and `weights.from`, which may be filled in. None stands for a value with an error."""
+    """Return `resume` and `weights.from`. A value with an error is returned as None."""
     resume = None if concern_keys(known, ("resume",)) else config.resume
     return resume, None if concern_keys(known, ("weights",)) else config.weights["from"]
 
 
 def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]]:
-    """Fill in the checkpoint that `resume=auto` or `runtime.autoresume` finds: return errors and notes."""
+    """Set `resume` to the checkpoint that `resume=auto` or `runtime.autoresume` finds. Return the errors and notes."""
     if config.resume != "auto" and config.runtime.autoresume is not True:
         return [], ()  # without an import of torch
     from exp.check.starting_point import find_start
@@ -84,7 +87,10 @@ def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]
 
 
 def _find_weights(config: DictConfig) -> None:
-    """Fill in the file that a run directory stands for, so that every rank and every restart reads the same."""
+    """Replace a run directory in `weights.from` by its checkpoint file.
+
+    All ranks and restarts then read the same file.
+    """
     source = config.weights["from"]
     if source is not None and Path(source).is_dir():
         found = weights_of_run(Path(source))
@@ -92,12 +98,12 @@ def _find_weights(config: DictConfig) -> None:
 
 
 def _hold_batches(config: DictConfig) -> bool:
-    """Set `data.shuffle` to false in a run that overfits a few batches, unless the config sets it.
+    """Set `data.shuffle` to false in a run with trainer.overfit_batches, unless the config sets `data.shuffle`.
 
-    Shuffled batches differ in each epoch. Lightning disables shuffling for the same reason.
+    Shuffled batches would differ in each epoch. Lightning disables shuffling for the same reason.
 
     Returns:
-        Whether the config was changed.
+        True if the config was changed.
     """
     if not config.trainer.overfit_batches or brings_data(_raw(config)) or "shuffle" in config.data:
         return False
@@ -107,10 +113,12 @@ def _hold_batches(config: DictConfig) -> bool:
 
 
 def _fill_in(config: DictConfig) -> bool:
-    """Fill in the shape, dtype, number of outputs and classes that the data set knows, if one of them is null.
+    """Set the input shape, input dtype, number of outputs and number of classes if one of them is null.
+
+    The values come from the data set.
 
     Returns:
-        Whether the config was changed.
+        True if the config was changed.
 
     Raises:
         ConfigError, RunError: The data set cannot be built.
@@ -120,9 +128,9 @@ def _fill_in(config: DictConfig) -> bool:
     raw = _raw(config)
     if brings_data(raw) or not is_open(config.data):
         return False
-    # Resolved separately, because other nodes may interpolate what is filled in here.
+    # Resolve these nodes separately, because other nodes may interpolate values that are set below.
     given = {"seed": config.seed, **{name: plain_config(config[name]) for name in ("data", "security")}}
-    # These may have errors: each is read raw, and UNKNOWN stands for a missing key.
+    # Read these nodes unresolved, because they may have errors. A missing key gives UNKNOWN.
     values = Values(raw)
     others = {name: values[name] for name in ("objective", "metrics", "resume")}
     precision = {"word": values["precision.word"]}
@@ -137,5 +145,5 @@ def _fill_in(config: DictConfig) -> bool:
 
 
 def _raw(config: DictConfig) -> dict[str, Any]:
-    """Return the values with unresolved interpolations."""
+    """Return the values of a config with interpolations unresolved."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))

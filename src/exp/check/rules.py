@@ -1,6 +1,7 @@
-"""Rules between keys. Each rule takes the plain config and yields errors. No rule imports a target.
+"""The rules between keys of the config. Each rule takes the config as plain values and yields errors.
 
-A rule ignores a key that is missing or has an error, because the first stage reports it.
+No rule imports a target. A rule ignores a key that is missing or has an error, because another check reports that
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from exp.errors import ConfigError, ErrorDetails, invalid_value, missing_value, 
 from exp.shared_types import EPOCH_LOSS, STAGES, Mode, searched_tags
 from exp.spelling import among, did_you_mean, show
 
-# Names of losses, the last part of a `_target_`, that need class numbers or numbers as targets.
+# Losses that need class numbers as targets, and losses that need numbers, by the last part of their `_target_`.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
 NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
 CLASS_METRICS = (
@@ -40,7 +41,7 @@ CLASS_METRICS = (
     "torchmetrics.classification.Multiclass",
 )
 REGRESSION = "torchmetrics.regression."
-# The checkpoints of a run directory, the better one first.
+# Checkpoints of a run directory, in the order in which they are preferred.
 CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
 MIXING = (
     "exp.data.batch_transforms.Mixup",
@@ -48,13 +49,13 @@ MIXING = (
     "torchvision.transforms.v2.MixUp",
     "torchvision.transforms.v2.CutMix",
 )
-# First parts of tags that need no hook and no metric.
+# First parts of tags that every run logs, even without hooks and metrics.
 OF_EVERY_RUN = ("optimizer", "precision")
-# Stages after a training, or without one.
+# Keys of the stages that follow a training, or that run without a training.
 AFTER = ("test", "validate", "predict")
-# Values of keys that the node of a schedule leaves out.
+# Defaults of the keys that the node of a schedule may leave out.
 SCHEDULER_DEFAULTS: Mapping[str, object] = {"interval": "step", "monitor": None}
-# Pairs of switches that exclude each other: keys with values, the expected value of the first key, and the fix.
+# Switches that exclude each other: a key and its value, another key and its value, the expected value, and the fix.
 EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
     ("runtime.cudnn_benchmark", True, "runtime.deterministic", True,
      "one of the two: the fastest algorithm of one run need not be that of the next",
@@ -73,7 +74,7 @@ def rule_errors(plain: dict[str, object]) -> list[ErrorDetails]:
 
 
 def something_to_do(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a run that neither trains nor evaluates a checkpoint."""
+    """Yield the error of a run without training and evaluation, or with a wrong combination of the two."""
     if all(values[key] is False for key in ("train", *AFTER)):
         yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "one of them to be true")
     elif values["train"] is True:
@@ -89,7 +90,7 @@ def something_to_do(values: Values) -> Iterator[ErrorDetails]:
 
 
 def files_are_there(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of `resume` and `weights.from` without a file on this machine."""
+    """Yield the errors of `resume` and `weights.from` if they name no file on this machine."""
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
         yield invalid_value("resume", path, "a file on this machine", "Download it first")
@@ -114,7 +115,7 @@ def _is_url(path: object) -> bool:
 
 
 def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of keys of `freeze` with LoRA, which freezes all parameters except those of lora.trained."""
+    """Yield the error of keys of `freeze` next to LoRA, which freezes all parameters except those of lora.trained."""
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
@@ -123,12 +124,15 @@ def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
 
 
 def weights_of_run(directory: Path) -> Path | None:
-    """Return the best checkpoint of a run directory, or its last; None if it has neither."""
+    """Return the best checkpoint of a run directory, or the last one if there is no best.
+
+    Return None without a checkpoint.
+    """
     return next((directory / name for name in CHECKPOINTS if (directory / name).is_file()), None)
 
 
 def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a training without a limit."""
+    """Yield the error of a training without a limit, or with min_epochs above max_epochs."""
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
@@ -139,7 +143,7 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a limit of 0 batches in a stage that the run needs."""
+    """Yield the error of a limit that leaves no batch in a stage that the run needs, and of a fraction above 1."""
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
         "train": (values["train"] is True, "To only test, write train=false"),
@@ -169,7 +173,7 @@ def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
 
 
 def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of names of metrics and terms whose tags would be ambiguous."""
+    """Yield the errors of names of metrics and terms that lead to ambiguous tags."""
     hooks = values["hooks"] if isinstance(values["hooks"], dict) else {}
     for group in ("objective", "metrics"):
         for name in map(str, values[group] if isinstance(values[group], dict) else {}):
@@ -186,7 +190,7 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of metrics on training batches of Mixup or CutMix, whose targets are probabilities."""
+    """Yield the error of metrics on training batches of Mixup or CutMix, because their targets are probabilities."""
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
         return
@@ -198,7 +202,7 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
 
 
 def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a monitor of a checkpoint, callback or schedule that the run does not log."""
+    """Yield the errors of checkpoints, callbacks and schedules that monitor a tag that the run does not log."""
     yield from _monitor_errors(values, "monitor", values["monitor"])
     # Hooks and callbacks of the user may log other tags.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
@@ -212,7 +216,10 @@ def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
 
 
 def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDetails]:
-    """Yield the errors of tags that a search reads after its jobs. Tags of hooks and of the test are allowed."""
+    """Yield the errors of tags in sweep.monitor that the jobs do not log.
+
+    A search reads its tags after a job has ended, so tags of hooks and of the test stage are allowed.
+    """
     callbacks, hooks = (
         [str(node.get("_target_")) for node in values.entries(kind).values()] for kind in ("callbacks", "hooks")
     )
@@ -233,7 +240,10 @@ def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDe
 
 
 def _monitored_keys(values: Values) -> dict[str, object]:
-    """Return what the config monitors, by key. A part that monitors the run's tag is left out."""
+    """Return the monitored tags by the key that sets them.
+
+    Schedules and callbacks that monitor the same tag as the run are left out.
+    """
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
     nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
@@ -242,7 +252,7 @@ def _monitored_keys(values: Values) -> dict[str, object]:
 
 
 def _no_validation(values: Values) -> str | None:
-    """Return the setting because of which a run never validates; None if it does."""
+    """Return the setting that disables validation. Return None if the run validates."""
     limit = values["trainer.limit_val_batches"]
     if isinstance(limit, int | float) and limit == 0:
         return "trainer.limit_val_batches=0"
@@ -252,7 +262,14 @@ def _no_validation(values: Values) -> str | None:
 
 
 def _monitor_errors(values: Values, key: str, monitor: object, *, without: str | None = None) -> Iterator[ErrorDetails]:
-    """Yield the error of a tag that the run does not log. without: why the run does not validate."""
+    """Yield the error of a monitored tag that the run does not log.
+
+    Args:
+        values: Values of the config.
+        key: Key that sets the tag.
+        monitor: The tag.
+        without: Setting that disables validation. None if the run validates.
+    """
     stages = values["metric_stages"]
     if not isinstance(monitor, str) or not isinstance(stages, list) or values["train"] is not True:
         return
@@ -263,7 +280,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
     of_terms = [f"loss/val/{term}" for term in terms if len(terms) > 1]
     of_val = [] if without else ["loss/val", *of_metrics["val"], *of_terms]
     tags = [*of_val, "loss/train", EPOCH_LOSS, *of_metrics["train"]]
-    # A metric that gives several values adds their names to its tag.
+    # A metric with several values logs one tag per value: the name of the value follows the tag of the metric.
     several = [f"{tag}/" for found in of_metrics.values() for tag in found if tag in tags]
     if monitor in tags or any(monitor.startswith(tag) and monitor != tag for tag in several):
         return
@@ -283,12 +300,12 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
 
 
 def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
-    """Return the tags that a config monitors, by key."""
+    """Return the tags that a config monitors, by the key that sets them."""
     return {key: tag for key, tag in _monitored_keys(Values(plain)).items() if isinstance(tag, str)}
 
 
 def mode_fits_a_loss(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of `mode=max` for a loss."""
+    """Yield the error of `mode=max` if the run monitors a loss."""
     monitor = values["monitor"]
     if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
         yield ErrorDetails("mode", "'max'", f"min: {monitor} is a loss, lower is better")
@@ -310,7 +327,7 @@ def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
 
 
 def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of validation intervals for which Lightning raises an exception in the first epoch."""
+    """Yield the errors of validation intervals that make Lightning fail in the first epoch."""
     every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
     target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
     limit = values["trainer.limit_train_batches"]
@@ -333,7 +350,7 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
 
 
 def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a split that the training or its monitor needs and that is empty."""
+    """Yield the error of an empty split that the training or its monitor needs."""
     parts, data, monitor = values["data.parts"], values["data"], values["monitor"]
     if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
         return
@@ -348,7 +365,7 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of packages that a file allows, because a downloaded config must not allow its own code."""
+    """Yield the error of packages that only a file allows, because a downloaded config must not allow its own code."""
     typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
     if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
         return
@@ -360,7 +377,7 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
 
 
 def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of data without a data set, or with one that is not a node."""
+    """Yield the error of data without a data set, or with a data set that is not a node."""
     data, target = values["data"], values["data._target_"]
     # A class that is not exp's may be a LightningDataModule, which is reported when it is imported.
     is_exps = isinstance(target, str) and target.startswith("exp.")
@@ -376,16 +393,17 @@ def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
 
 
 def parts_are_shares(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of splits that are neither fractions nor numbers of samples."""
+    """Yield the errors of split sizes that are neither fractions nor numbers of samples."""
     parts = values["data.parts"]
     if isinstance(parts, dict):
         yield from share_errors({name: size for name, size in parts.items() if size is not UNKNOWN})
 
 
 def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of losses and metrics of classes for a regression, and of numbers for classes.
+    """Yield the errors of classification losses and metrics for numeric targets, and of numeric ones for class targets.
 
-    The first samples are compared with terms and metrics that read another target than the data's own.
+    This rule covers losses and metrics that read the entry `target`. Other targets are compared when the first samples
+    are read.
     """
     classes = values["data.num_classes"]
     is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
@@ -414,13 +432,13 @@ def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
 
 
 def _reads_target(node: Mapping[str, object]) -> bool:
-    """Return whether a term or a metric reads the data's own target."""
+    """Return whether a term or a metric reads the entry `target` of the data."""
     inputs = node.get("inputs")
     return "target" in inputs.values() if isinstance(inputs, dict) else node.get("target", "target") == "target"
 
 
 def the_test_has_weights(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a test without a checkpoint to load."""
+    """Yield the error of a test stage in a run that saves no checkpoint."""
     if values["checkpoint.save_best"] is False and values["checkpoint.save_last"] is False and values["test"] is True:
         got = "false, and save_last is false, too"
         yield ErrorDetails("checkpoint.save_best", got, "a checkpoint for the test to load", "Or write test=false")
@@ -439,14 +457,14 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
 
 
 def direction_errors(plain: dict[str, object], *, allow: Sequence[str]) -> list[ErrorDetails]:
-    """Return the errors of modes that contradict the direction that a loss or metric states."""
+    """Return the errors of modes that contradict the direction of a loss or metric."""
     monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
     if mode not in ("min", "max"):
         return []
     wanted = {"mode": {str(monitor): mode}}
     if isinstance(sweep, dict):
         wanted["sweep.monitor"] = dict(searched_tags(sweep.get("monitor"), mode=mode))
-    # mode_fits_a_loss and the rule of monitors judge losses under these two keys.
+    # mode_fits_a_loss and _searched_errors already check losses under these two keys.
     wanted = {
         key: {tag: one for tag, one in tags.items() if not tag.startswith("loss/")} for key, tags in wanted.items()
     }
@@ -469,7 +487,11 @@ def direction_errors(plain: dict[str, object], *, allow: Sequence[str]) -> list[
 
 
 def better_mode(plain: Mapping[str, object], monitor: object, *, allow: Sequence[str]) -> Mode | None:
-    """Return whether a lower (min) or higher (max) loss or metric is better; None if its class does not say."""
+    """Return `min` if a lower value of the monitored tag is better, and `max` if a higher value is better.
+
+    Returns:
+        The mode. None if the class of the metric does not declare a direction.
+    """
     metrics = plain.get("metrics")
     if not isinstance(monitor, str) or not isinstance(metrics, dict):
         return None
@@ -481,10 +503,10 @@ def better_mode(plain: Mapping[str, object], monitor: object, *, allow: Sequence
     try:
         metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)
     except ConfigError:
-        return None  # reported as the target's error
+        return None  # the check of targets reports this error
     bases = [vars(base) for base in metric.__mro__ if "higher_is_better" in vars(base)]
     is_higher = bases[0]["higher_is_better"] if bases else None
-    # A property has no value on the class.
+    # If higher_is_better is a property, the class has no value for it.
     better: dict[bool, Mode] = {True: "max", False: "min"}
     return better[is_higher] if isinstance(is_higher, bool) else None
 

@@ -1,4 +1,4 @@
-"""Read the parameters of a target from its signature: names, annotations and defaults."""
+"""The parameters of a target, read from its signature: names, annotations and defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = (type(None), bool, int, float, str, list, tuple)
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A named parameter of a target. Its annotation or default is EMPTY if the signature states none."""
+    """A named parameter of a target. A missing annotation or default is EMPTY."""
 
     name: str
     annotation: object
@@ -37,8 +37,8 @@ class Signature:
     Attributes:
         parameters: Parameters by name.
         open: Whether the target accepts any other name.
-        positional: Names that `_args_` fills, in order.
-        rest: Whether `_args_` may hold more values than these names.
+        positional: Names of the parameters that `_args_` fills, in order.
+        rest: Whether `_args_` may have more values than these names.
     """
 
     parameters: dict[str, Parameter]
@@ -48,7 +48,10 @@ class Signature:
 
 
 def signature_of(target: Any) -> Signature:
-    """Return the signature of a class or function. If a class passes `**kwargs` up, its bases are read, too."""
+    """Return the signature of a class or function.
+
+    If a class passes `**kwargs` on to its base classes, their parameters are included.
+    """
     if not inspect.isclass(target):
         return _of_function(target, bound=False)
     found = _of_class(target)
@@ -71,9 +74,13 @@ def _of_class(target: type) -> Signature:
 
 
 def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
-    """Return plain values with the defaults of the class of each node, for parameters that the node leaves out.
+    """Return plain values in which each node also has the defaults of its class.
 
-    Nodes in lists, targets that cannot be resolved, and defaults that are not plain values are skipped.
+    Nodes in lists and targets that cannot be resolved are not changed. Defaults that are not plain values are left out.
+
+    Args:
+        node: A config node or value.
+        allow: Packages that targets may come from.
     """
     if not isinstance(node, Mapping):
         return node
@@ -90,7 +97,7 @@ def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _maker(target: type) -> Callable[..., Any] | None:
-    """Return the function that a call of the class calls: the class's own `__new__`, or else its `__init__`."""
+    """Return the function that runs when the class is called: its `__new__` if it has one, otherwise its `__init__`."""
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
         return new.__func__
@@ -104,7 +111,7 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 
 def _find_overload(target: type) -> Signature | None:
-    """Return the longest overload of an `__init__` that only takes `*args, **kwargs`, such as nn.LSTM's."""
+    """Return the longest overload of an `__init__` with the signature `*args, **kwargs`, such as that of nn.LSTM."""
     init = inspect.getattr_static(target, "__init__")
     if not inspect.isfunction(init) or not _takes_anything(init):
         return None
@@ -137,9 +144,10 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
 
 
 def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
-    """Return whether a wrapper made by functools.wraps takes names that the function in `__wrapped__` does not have.
+    """Return whether a wrapper made by functools.wraps accepts names that the wrapped function does not have.
 
-    inspect reads only `__wrapped__`. Wrappers of the libraries pass on exactly what the wrapped function takes.
+    inspect.signature reads only the wrapped function. Wrappers in libraries pass on exactly the parameters of the
+    wrapped function, so they are excluded.
     """
     if not hasattr(function, "__wrapped__") or _is_library(function):
         return False
@@ -148,7 +156,7 @@ def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Signature:
-    """Return a signature that also has the parameters of bases, up to the first base without `**kwargs`."""
+    """Return a signature extended by the parameters of base classes, up to the first base without `**kwargs`."""
     parameters = dict(found.parameters)
     holder = _holder(target, maker)
     if holder is not None and _hidden_parameters(holder):
@@ -159,7 +167,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             continue
         above = _of_function(vars(base)["__init__"], bound=True)
         for name, parameter in above.parameters.items():
-            # The subclass may pass a value itself, so only its own parameters are required.
+            # The subclass may pass a value to its base, so parameters of a base are not required.
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open or _hidden_parameters(base):
@@ -169,7 +177,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
-    """Return whether a constructor is of a library. A constructor of the user may take names out of its `**kwargs`."""
+    """Return whether a constructor belongs to a library. Constructors of users may read other names from `**kwargs`."""
     return (function.__module__ or "").partition(".")[0] in LIBRARIES
 
 
@@ -179,7 +187,7 @@ def _hidden_parameters(base: type) -> dict[str, Parameter]:
 
 
 def _holder(target: type, maker: Callable[..., Any]) -> type | None:
-    """Return the class in which a constructor is defined."""
+    """Return the class that defines a constructor."""
     return next((base for base in target.__mro__ if maker in vars(base).values()), None)
 
 

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a step for one sample by a forward and a backward on the meta device."""
+"""The FLOPs of a training step for one sample, counted by a forward and a backward on the meta device."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ def flops_of_a_sample(
     phases: Sequence[Phase] = (),
     inputs: Sequence[str] = INPUT,
 ) -> FlopCount:
-    """Return the mean FLOPs of a sample of a batch. A phase counts with its repeats, for the steps in which it runs.
+    """Return the FLOPs of one sample, as a mean over a batch.
 
-    These are FLOPs of the model: activations that the backward computes again do not count. A micro-batch counts as a
-    batch. Sequences of other lengths need other FLOPs.
+    A phase counts once per repeat. A phase that does not run at every step counts as a fraction. Activations that the
+    backward recomputes are not counted. A micro-batch is treated like a batch. Sequences of other lengths need other
+    FLOPs.
 
     Args:
-        data: A batch of the data set. Only shapes and dtypes are read.
-        network: On the meta device, with all sizes.
+        data: A batch of the data set. Only its shapes and dtypes are used.
+        network: Network on the meta device, with the sizes of all layers.
         objective: Objective of the run.
         phases: Phases of the run.
-        inputs: Names of the inputs of the data.
+        inputs: Names of the network inputs in the data.
 
     Raises:
-        Exception: Any exception of the network or the objective for tensors without numbers.
+        Exception: The network or the objective cannot run on tensors without numbers.
     """
     with preserve_generators(), torch.device(META):
         network.train()
         fake = move_tensors(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
-        # Floats, because a phase that does not run at every step counts by its share.
+        # Floats, because a phase that does not run at every step counts as a fraction.
         forward: defaultdict[str, float] = defaultdict(float)
         backward: defaultdict[str, float] = defaultdict(float)
         is_estimated = False
@@ -75,7 +76,7 @@ def flops_of_a_sample(
 def _passes(
     network: nn.Module, objective: Objective, phases: Sequence[Phase], inputs: Sequence[str]
 ) -> Iterator[tuple[Callable[[Batch], Tensor], float]]:
-    """Yield the loss of each forward, and how often it runs in a step."""
+    """Yield a function that computes the loss of each forward, and the number of runs of this forward per step."""
     if not phases:
         yield _loss_of(network, objective, inputs), 1.0
     for phase in phases:
@@ -106,7 +107,10 @@ def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) ->
 
 
 def _count_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
-    """Return the FLOPs of a forward and of its backward; None for a backward that cannot run without numbers."""
+    """Return the FLOPs of a forward and of its backward, by operator.
+
+    The second value is None if the backward cannot run without numbers.
+    """
     loss, forward = count_flops(loss_of)
     if not loss.requires_grad:
         return forward, Counter()

@@ -1,8 +1,8 @@
 """Peak rates of devices: FLOPs and bytes per second, memory, and bandwidth of links.
 
-Figures of cards are from NVIDIA's datasheets (V100, T4, A100, L4, L40S, H100, H200, HGX B200) and whitepapers (Ada,
-GA102), in GB and GB/s; memory is in GiB. A link is NVLink if the card has it, otherwise PCIe, in one direction: half of
-the listed figure.
+The numbers come from NVIDIA's datasheets (V100, T4, A100, L4, L40S, H100, H200, HGX B200) and whitepapers (Ada, GA102).
+Bandwidths are in GB/s and memory is in GiB. A link is NVLink if the card has NVLink, otherwise PCIe. The bandwidth of a
+link is for one direction, which is half of the listed number.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Device:
 
     Attributes:
         name: Name of the card.
-        flops: FLOPs per second by the word of the arithmetic, such as bf16.
-        bandwidth: Bytes per second of its memory.
-        memory: Bytes.
-        link: Bytes per second to another device.
-        overhead: Seconds that an operator takes at least.
-        latency: Seconds that a message takes at least.
-        overlaps: Whether it can send while it computes.
-        source: Origin of the figures.
+        flops: FLOPs per second, by the name of the number format, such as bf16.
+        bandwidth: Memory bandwidth in bytes per second.
+        memory: Memory in bytes.
+        link: Bandwidth to another device in bytes per second.
+        overhead: Smallest time of an operator in seconds. Default: 0.
+        latency: Smallest time of a message in seconds. Default: 0.
+        overlaps: Whether the device can communicate while it computes. Default: true.
+        source: Origin of the numbers.
     """
 
     name: str
@@ -50,15 +50,18 @@ class Device:
     source: str = "as listed by its vendor"
 
     def seconds(self, flops: float, moved: float, *, word: str) -> tuple[float, float]:
-        """Return the seconds of an operator's arithmetic and of its memory traffic.
+        """Return the time in seconds of an operator's arithmetic, and of its memory traffic.
 
-        An arithmetic without a listed peak counts as fp32.
+        Args:
+            flops: FLOPs of the operator.
+            moved: Bytes that the operator reads and writes.
+            word: Name of the number format. A format without a listed peak uses the peak of fp32.
         """
         peak = self.flops.get(word, self.flops["fp32"])
         return flops / peak, moved / self.bandwidth
 
 
-# Memory in GiB, its bandwidth, the link.
+# For each card: memory in GiB, memory bandwidth in GB/s, link bandwidth in GB/s.
 _CARDS: dict[str, tuple[float, float, float]] = {
     "B200": (180, 7700, 900),
     "H200": (141, 4800, 450),
@@ -76,10 +79,10 @@ _CARDS: dict[str, tuple[float, float, float]] = {
     "RTX 3090": (24, 936, 32),
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
-# Measurements of a CPU.
+# Number of times that a CPU is measured.
 TRIES = 4
 COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
-# A plan visits every rank of a run.
+# Limits the time of a plan, which visits every rank of a run.
 MOST_DEVICES = 100_000
 # Approximate seconds to launch a CUDA kernel from PyTorch's eager mode.
 LAUNCH = 5e-6
@@ -88,7 +91,10 @@ NCCL, GLOO = 2e-5, 3e-4
 
 
 def read_devices(text: str) -> tuple[Device, int | None]:
-    """Return the device that a text such as `64xH100` names, and the number of devices; None without a number.
+    """Return the device that a text such as `64xH100` names, and the number of devices.
+
+    Returns:
+        The device, and the number. The number is None if the text has none.
 
     Raises:
         ConfigError: The card is not listed, or the number is 0 or above MOST_DEVICES.
@@ -112,7 +118,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
 
 
 def listed_device(card: str) -> Device:
-    """Return a card of the table."""
+    """Return the device of a listed card."""
     memory, bandwidth, link = _CARDS[card]
     return Device(
         name=card,
@@ -126,7 +132,7 @@ def listed_device(card: str) -> Device:
 
 
 def own_gpu() -> Device | None:
-    """Return the first GPU of this machine; None if the machine has no GPU or the table does not list it."""
+    """Return the first GPU of this machine. Return None if the machine has no GPU, or its GPU is not listed."""
     if not torch.cuda.is_available():
         return None
     card = card_of(torch.cuda.get_device_name(0))
@@ -134,17 +140,17 @@ def own_gpu() -> Device | None:
 
 
 def own_cpu(*, word: str, ranks: int) -> Device:
-    """Measure the CPU of this machine for about a second, by matrix products, copies and small operators.
+    """Measure the CPU of this machine for about a second, with matrix products, copies and small operators.
 
     Args:
         word: `precision.word` of the run.
-        ranks: Ranks that share the CPU.
+        ranks: Number of ranks that share the CPU.
     """
     kinds = dict.fromkeys(["fp32", arithmetic(word)])
     device = torch.device("cpu")
     flops: dict[str, float] = {}
     for kind in kinds:
-        # Several times, because other processes may use the CPU.
+        # Measure several times, because other processes may use the CPU.
         peaks = [peak for _ in range(TRIES) if (peak := measured_peak(device, kind)) is not None]
         flops |= {kind: max(peaks)} if peaks else {}
     source = torch.ones(2**22)
@@ -175,7 +181,7 @@ def own_cpu(*, word: str, ranks: int) -> Device:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of five calls."""
+    """Return the time in seconds of the fastest of five calls."""
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

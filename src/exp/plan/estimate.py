@@ -1,4 +1,4 @@
-"""Estimate a run: its layers, the memory of each rank, the time of a step, and the communication."""
+"""The estimate of a run: its layers, the memory of each rank, the time of a step, and the communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from exp.check.plan import Plan
 
-# Guesses of the largest batch. After them, the largest batch that fit is taken.
+# Number of guesses for the largest batch. The result is the largest guess that fits.
 GUESSES = 4
 OWN_MODULE = (
     "module: only the parameters are counted, because the FLOPs and activations of your training_step are not known"
@@ -31,13 +31,13 @@ class Estimate:
     """The estimate of a run.
 
     Attributes:
-        network: On the meta device.
-        figures: One micro-batch of a rank.
+        network: Network on the meta device.
+        figures: Memory and FLOPs of one micro-batch of a rank.
         footprint: Memory and communication of the strategy.
-        places: Memory of each rank, the largest first.
-        time: Time of a step; None if the device is unknown.
+        places: Memory of each device, the largest first.
+        time: Time of an optimizer step. None if the device is unknown.
         batch: data.batch_size of the run.
-        micro_batches: Micro-batches that a step accumulates.
+        micro_batches: Number of micro-batches in an optimizer step.
         notes: Values that are approximate or unknown, with the reason.
     """
 
@@ -52,16 +52,16 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes of the device with the most memory in use."""
+        """Bytes in use on the device that uses most."""
         return largest_total(self.places)
 
 
 class Estimator:
-    """Estimates the run of a plan, and the same run with other batches.
+    """Estimates a run, and the same run with other batch sizes.
 
     Args:
-        plan: Plan of the run, whose network can be built on the meta device.
-        device: Device of the ranks; None if it is unknown.
+        plan: Plan of the run. The network must be buildable on the meta device.
+        device: Device of the ranks. None if it is unknown.
     """
 
     def __init__(self, plan: Plan, *, device: Device | None) -> None:
@@ -72,7 +72,7 @@ class Estimator:
 
     @property
     def batch(self) -> int:
-        """data.batch_size; 1 if the user's loaders do not state it."""
+        """data.batch_size of the run. 1 if the user's loaders do not give a batch size."""
         return self.plan.settings.batch_size or 1
 
     @property
@@ -80,7 +80,12 @@ class Estimator:
         return self.plan.settings.trainer.accumulate_grad_batches
 
     def estimate(self, *, batch: int | None = None, micro_batches: int | None = None) -> Estimate:
-        """Return the estimate of the run, by default with its own batch size and number of micro-batches."""
+        """Return the estimate of the run.
+
+        Args:
+            batch: data.batch_size. None uses the run's value.
+            micro_batches: Number of micro-batches in an optimizer step. None uses the run's value.
+        """
         key = (batch or self.batch, micro_batches or self.micro_batches)
         if key not in self._known:
             self._known[key] = self._estimate(*key)
@@ -90,7 +95,7 @@ class Estimator:
         plan, network = self.plan, self.plan.network
         assert network is not None
         recomputed = plan.strategy.activation_checkpointing if isinstance(plan.strategy, Strategy) else ()
-        # Of the ranks with the most samples, if the batch cannot be divided evenly.
+        # Round up: if the batch cannot be divided evenly, the rank with the most samples is estimated.
         samples = max(1, -(-batch // plan.placement.data_ranks))
         setting = Setting(samples=samples, word=self.word, recomputed=recomputed)
         figures = take_step(plan, setting) if plan.own is None else parameters_alone(network, setting)
@@ -121,13 +126,13 @@ class Estimator:
         return self.plan.own is None and placement.model_ranks * placement.layers > 1
 
     def largest_batch(self, limit: int) -> int | None:
-        """Return the largest data.batch_size that fits, a multiple of the ranks.
+        """Return the largest data.batch_size that fits into memory, as a multiple of the number of ranks.
 
         Args:
             limit: Bytes of each device.
 
         Returns:
-            None if not even one sample per rank fits, or if the memory of activations is unknown.
+            The batch size. None if not even one sample per rank fits, or if the memory of activations is unknown.
         """
         ranks = self.plan.placement.data_ranks
         own = max(1, -(-self.batch // ranks))
@@ -149,13 +154,17 @@ class Estimator:
 
 
 def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
-    """Return the samples at which a line through two known sizes reaches the limit; None if the sizes do not grow.
+    """Return the number of samples at which the memory reaches the limit, by linear interpolation or extrapolation.
 
-    The line goes through the sizes next to the limit, or through the two nearest if all are on one side.
+    The line goes through the two known sizes around the limit. If all sizes are on one side, it goes through the
+    nearest two.
 
     Args:
-        seen: Bytes by samples.
+        seen: Known memory in bytes, by number of samples.
         limit: Bytes of each device.
+
+    Returns:
+        The number of samples. None if the memory does not grow with the samples.
     """
     fitting = sorted(size for size, total in seen.items() if total <= limit)
     others = sorted(size for size, total in seen.items() if total > limit)
@@ -167,12 +176,12 @@ def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
     if rise <= 0:
         return None
     met = max(1, int(one + (limit - seen[one]) / rise))
-    # Strictly between the two, because rounding may give one of them again.
+    # Stay below the size that does not fit, because rounding may give that size again.
     return met if not (fitting and others) else min(max(met, one), two - 1)
 
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:
-    """Return the figures of a user's module, of which only the parameters are known."""
+    """Return the figures of a user's LightningModule. Only the sizes of its parameters and gradients are known."""
     parameters = sizes_of(network)
     gradients = {name: one.size for name, one in parameters.items() if one.learns}
     return StepFigures(setting=setting, parameters=parameters, gradients=[gradients], notes=[OWN_MODULE])

@@ -1,15 +1,15 @@
-"""Run a step on fake tensors, which have shapes, dtypes and storages but no numbers, so that nothing is allocated.
+"""A training step on fake tensors, which have shapes, dtypes and storages but no numbers, so no memory is allocated.
 
-The network is built on the meta device, and its tensors are replaced by fake tensors of a CPU. The kernels of a CPU
-then decide which activations are kept, as the hook `memory` counts them in a run. Kernels of CUDA keep the same
-activations, except for cuDNN and CUDA's attention.
+The network is built on the meta device, and its tensors are replaced by fake CPU tensors. The CPU kernels then decide
+which activations are kept, like in a run on a CPU with the hook `memory`. CUDA kernels keep the same activations,
+except for cuDNN and CUDA's attention.
 
-    forward and objective    in the precision, with the hook's count of what is kept for the backward
-    backward                 gradients, and the operators that compute them
-    optimizer                its state, created by a first step (exp.plan.rank_memory)
+    forward and objective    run in the precision of the setting, and count the bytes kept for the backward
+    backward                 computes gradients, and records its operators
+    optimizer                creates its state in a first step (exp.plan.rank_memory)
 
-It relies on private parts of torch that tests cover (2.13): FakeTensorMode of torch._subclasses, the storage of a fake
-tensor, which is one Python object with a size, and `is_view` of an operator.
+The module uses private parts of torch 2.13 that tests cover: FakeTensorMode of torch._subclasses, the storage of a fake
+tensor as one Python object with a size, and `is_view` of an operator.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Setting:
     """The settings of a step that an estimate varies.
 
     Attributes:
-        samples: Samples of a rank's micro-batch, b.
-        word: Word of the precision.
-        recomputed: Patterns of modules whose activations the backward computes again.
+        samples: Number of samples in a rank's micro-batch.
+        word: Name of the precision.
+        recomputed: Patterns of modules with activations that the backward recomputes.
     """
 
     samples: int
@@ -74,16 +74,16 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A call of an operator.
+    """One call of an operator.
 
     Attributes:
         name: Name of the operator.
         part: Part of the step.
-        layer: Path of the innermost module; '' for the network itself.
-        flops: Multiplications and additions.
-        moved: Bytes that it reads and writes.
-        dtype: torch's name of the dtype of its result.
-        times: Calls per step.
+        layer: Path of the innermost module that calls the operator. '' for the network itself.
+        flops: Number of multiplications and additions.
+        moved: Bytes that the operator reads and writes.
+        dtype: Dtype of the result, as torch names it.
+        times: Number of calls per step. A phase that does not run at every step gives a fraction.
     """
 
     name: str
@@ -97,7 +97,12 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeNetwork:
-    """A network of fake tensors, and the mode to which they belong."""
+    """A network of fake tensors.
+
+    Attributes:
+        module: The network.
+        mode: Mode in which its tensors were created.
+    """
 
     module: nn.Module
     mode: FakeTensorMode
@@ -105,22 +110,22 @@ class FakeNetwork:
 
 @dataclass(kw_only=True)
 class StepFigures:
-    """The figures of a micro-batch.
+    """Memory and FLOPs of one micro-batch of a rank.
 
     Attributes:
         setting: Settings of the step.
-        parameters: Sizes of the parameters by name.
+        parameters: Sizes of the parameters, by name.
         buffers: Bytes of the buffers.
-        batch: Bytes of a rank's micro-batch.
-        outputs: Output of the last call of each layer, as text with B for the batch.
+        batch: Bytes of the micro-batch.
+        outputs: Shape and dtype of the output of each layer's last call, as text with B for the batch.
         output_bytes: Bytes of these outputs.
-        activations: Bytes that are kept for the backward, of the largest phase.
-        by_layer: Bytes of the activations by the layer that keeps them.
-        gradients: Bytes by the parameter's name, for each phase whose backward could run.
-        temporaries: Largest number of further bytes that are alive at once, without the optimizer's step.
+        activations: Bytes kept for the backward. With several phases, of the phase that keeps most.
+        by_layer: Bytes of the activations, by the layer that keeps them.
+        gradients: Bytes of the gradients by parameter name, for each phase with a backward that could run.
+        temporaries: Largest number of additional bytes alive at once, except during the optimizer step.
         operators: Operators of forward and backward.
         notes: Values that are unknown, with the reason.
-        fake: The network of the step; None for a user's module.
+        fake: Network of the step. None for a user's LightningModule.
     """
 
     setting: Setting
@@ -139,18 +144,29 @@ class StepFigures:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that get a gradient, or of all trainable ones if the backward is unknown."""
+        """Names of the parameters that get a gradient.
+
+        If the backward is unknown, names of all trainable parameters.
+        """
         if not self.gradients:
             return frozenset(name for name, one in self.parameters.items() if one.learns)
         return frozenset(name for found in self.gradients for name in found)
 
     def flops(self, part: Part | None = None) -> float:
-        """Return the FLOPs of a micro-batch, of all parts or of one."""
+        """Return the FLOPs of a micro-batch.
+
+        Args:
+            part: Part of the step. None sums all parts.
+        """
         return sum(one.flops * one.times for one in self.operators if part in (None, one.part))
 
 
 def take_step(plan: Plan, setting: Setting) -> StepFigures:
-    """Run forward, objective and backward of a micro-batch. A part that needs numbers is unknown, and has a note."""
+    """Run forward, objective and backward of a micro-batch on fake tensors.
+
+    Some code needs the numbers in a tensor. The figures that depend on such code are unknown, and a note gives the
+    reason.
+    """
     word = WORDS[setting.word]
     notes = ["fp8: activations are counted as bf16 has them"] if word.float8 else []
     precision_settings = replace(plan.settings.precision, word="bf16" if word.float8 else setting.word)
@@ -178,9 +194,9 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
 
 
 def make_fake(network: nn.Module) -> None:
-    """Replace meta tensors of a network by fake tensors of a CPU: parameters, buffers and attributes.
+    """Replace the meta tensors of a network by fake CPU tensors: parameters, buffers and attributes.
 
-    Call it in a FakeTensorMode. A tensor that several modules share remains shared.
+    Tensors that several modules share remain shared. Call this function inside a FakeTensorMode.
     """
     made: dict[int, Tensor] = {}
 
@@ -202,9 +218,15 @@ def make_fake(network: nn.Module) -> None:
 
 
 def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
-    """Return a fake batch in the form of the data, or in the declared form if the data cannot be read.
+    """Return a fake batch with the structure of a batch of the data.
 
-    Call it in a FakeTensorMode.
+    If the data cannot be read, the structure is derived from the shapes in the config. Call this function inside a
+    FakeTensorMode.
+
+    Args:
+        plan: Plan of the run.
+        samples: Number of samples in the batch.
+        notes: List to which a note is added if the data cannot be read.
     """
     try:
         # Real tensors, because the code of a data set reads numbers. A few samples are enough.
@@ -243,7 +265,7 @@ def _declared_batch(plan: Plan, *, samples: int) -> object:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the log of the precision, which is meant for runs."""
+    """Silence the log of exp.precision.plugin, because its messages are meant for runs."""
     log = logging.getLogger("exp.precision.plugin")
     before, log.disabled = log.disabled, True
     try:
@@ -255,12 +277,12 @@ def quiet() -> Iterator[None]:
 ASKED = "the step reads numbers of tensors, which were taken as 1 and true: other values may lead to another branch"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
-# Exceptions of torch and of users' code for tensors without numbers.
+# Exceptions that torch and user code raise for tensors without numbers.
 UNDECIDED = (NotImplementedError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 class _Step:
-    """The passes of a step over a micro-batch. `run` fills `figures`."""
+    """The forwards and backwards of one step on a micro-batch. `run` fills in `figures`."""
 
     def __init__(self, plan: Plan, network: nn.Module, data: object, *, setting: Setting, notes: list[str]) -> None:
         self.plan, self.network, self.data, self.notes = plan, network, data, notes
@@ -295,7 +317,15 @@ class _Step:
         *,
         times: float,
     ) -> None:
-        """Run a forward and its backward, keep the largest memory, and add up the operators."""
+        """Run one forward and its backward. Keep the largest memory so far, and add the operators.
+
+        Args:
+            network: Network, or a view with the forward of a phase.
+            objectives: Objectives that share the forward.
+            trained: Parameters that get a gradient.
+            context: Returns the context manager of the precision.
+            times: Number of runs per step.
+        """
         chosen = {id(parameter) for parameter in trained}
         others = [one for one in self.network.parameters() if one.requires_grad and id(one) not in chosen]
         for parameter in others:
@@ -370,7 +400,7 @@ class _Step:
 
 
 def sizes_of(network: nn.Module) -> dict[str, Size]:
-    """Return the sizes of a network's parameters by name."""
+    """Return the sizes of a network's parameters by name. A storage that several parameters share is counted once."""
     seen: set[int] = set()
     found = {}
     for name, one in network.named_parameters():
@@ -384,7 +414,7 @@ def sizes_of(network: nn.Module) -> dict[str, Size]:
 def losses_of(
     network: nn.Module, objectives: Sequence[Objective], batch: Batch, *, inputs: Sequence[str]
 ) -> list[Tensor]:
-    """Return the loss of each objective over one forward of a batch, as in a step of a run."""
+    """Return the loss of each objective. All objectives share one forward of the batch, as in a run."""
     run, first = forward_by_name(network, inputs), objectives[0]
     losses: list[Tensor] = []
     if first.needs:
@@ -398,12 +428,12 @@ def losses_of(
     return [*losses, *(one(values, batch)[0] for one in objectives[1:])]
 
 
-# It has no types in torch.
+# torch declares no types for this constructor.
 make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
 
 
 class Ones(TorchDispatchMode):
-    """Returns 1 or true for the number of a fake tensor. `asked` becomes true if code reads a number."""
+    """Returns 1 or true if code reads a number from a fake tensor. `asked` is then set to true."""
 
     def __init__(self) -> None:
         make_mode(self)
@@ -420,16 +450,17 @@ class Ones(TorchDispatchMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records every operator that runs in it, and the bytes that are alive at once.
+    """Records every operator that runs in this mode, and the number of bytes alive at once.
 
     Args:
-        layer: Returns the layer of the current forward.
-        times: Runs per step.
+        layer: Returns the path of the layer that is running its forward.
+        times: Number of runs per step.
 
     Attributes:
-        part: Part that is running, set by the caller.
-        peak: Largest number of bytes that were alive at once.
-        owners: Mode for the forward, which lets the backward find the layer of a node.
+        part: Part of the step that is running. The caller sets this attribute.
+        operators: The recorded operators.
+        peak: Largest number of bytes alive at once.
+        owners: Mode for the forward. It records the layer of each autograd node for the backward.
     """
 
     def __init__(self, layer: Callable[[], str], *, times: float) -> None:
@@ -442,7 +473,7 @@ class OperatorLog(TorchDispatchMode):
         self._known: set[int] = set()
 
     def hold(self, tensors: Sequence[Tensor]) -> int:
-        """Count storages that exist before the step, and return their bytes."""
+        """Count the storages that exist before the step, and return their bytes."""
         for tensor in tensors:
             self._note(tensor)
         return self._live
@@ -494,7 +525,10 @@ class OperatorLog(TorchDispatchMode):
 
 
 class NodeOwners(TorchFunctionMode):
-    """Labels nodes of the graph with their layer. In a backward, `current` is the layer of the node that runs."""
+    """Records the layer of each autograd node in the forward.
+
+    During a backward, `current` is the layer of the running node.
+    """
 
     def __init__(self, layer: Callable[[], str]) -> None:
         super().__init__()

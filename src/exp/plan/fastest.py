@@ -1,7 +1,7 @@
-"""Search for the fastest configuration that fits, over strategies, precisions, checkpointing and accumulation.
+"""A search for the fastest configuration that fits into memory: strategies, precisions, checkpointing and accumulation.
 
-The samples of a step and the number of devices do not change, so the run learns the same. Each strategy and precision
-uses the fewest micro-batches that fit, because more of them never make an estimated step shorter.
+The samples per step and the number of devices stay the same, so the run learns the same. Each strategy and precision
+uses the fewest micro-batches that fit, because more micro-batches never shorten an estimated step.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 ALONE = ("single",)
 SEVERAL = ("ddp", "fsdp", "tensor_parallel", "pipeline")
-# Number of micro-batch counts that are tried, each twice the one before.
+# Number of micro-batch counts to try. Each count is twice the previous count.
 MOST_DOUBLINGS = 10
-# Estimates that differ by a smaller share count as equal.
+# Estimated times that differ by less than this fraction count as equal.
 ALIKE = 0.05
-# Factor by which another precision must be faster.
+# Factor by which another precision must be faster than the precision of the run.
 CLEARLY = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration of the run.
+    """A configuration of the run that fits into memory.
 
     Attributes:
-        overrides: To add to the command.
-        total: Bytes of the device with the most memory in use.
-        seconds: Time of a step.
-        bound: What takes most of the time.
+        overrides: Overrides to add to the command.
+        total: Bytes in use on the device that uses most.
+        seconds: Time of an optimizer step in seconds.
+        bound: Part of the step that takes most of the time.
     """
 
     overrides: tuple[str, ...]
@@ -49,8 +49,8 @@ class Findings:
     """The result of a search.
 
     Attributes:
-        fitting: Configurations that fit, the best first.
-        too_large: Number of configurations that do not fit with one sample per rank.
+        fitting: Configurations that fit into memory, the best first.
+        too_large: Number of configurations that do not fit even with one sample per rank.
         refused: Number of configurations with an error.
     """
 
@@ -60,7 +60,7 @@ class Findings:
 
 
 def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield overrides of strategy, precision and activation checkpointing. Some of them may have errors."""
+    """Yield overrides of strategy, precision and activation checkpointing. Some combinations may have errors."""
     words = precisions(plan.settings.precision.word, accelerator=plan.placement.accelerator)
     for word in words:
         for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
@@ -72,10 +72,15 @@ def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def precisions(word: str, *, accelerator: str) -> list[str]:
-    """Return the precision of the run, and bf16 in addition to float32 on a GPU, which trains the same in most cases.
+    """Return the names of the precisions to try.
 
-    On a CPU, small products in half precision are far from their peak: a GPT of 0.1 million parameters took three times
-    as long in bf16 as in fp32.
+    A float32 run on a GPU also tries bf16, which trains the same in most cases. On a CPU, only the precision of the run
+    is tried, because small products in half precision are far from their peak. A GPT of 0.1 million parameters took
+    three times as long in bf16 as in fp32.
+
+    Args:
+        word: Precision of the run.
+        accelerator: Type of the devices, such as cpu or cuda.
     """
     found = WORDS[word]
     if accelerator == "cpu":
@@ -88,8 +93,8 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
 
     Args:
         plan: Plan of the run.
-        limit: Bytes of each device; None for no limit.
-        other: Returns the estimator of the run with further overrides; None if they have an error.
+        limit: Bytes of each device. None is no limit.
+        other: Returns the estimator of the run with additional overrides, or None if they have an error.
     """
     fitting, too_large, refused = [], 0, 0
     for overrides in ways(plan):
@@ -119,12 +124,14 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
 
 
 def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:
-    """Return the candidates, the fastest first. Of candidates that are about equally fast, the first of `ways` leads.
+    """Return the candidates, the fastest first.
+
+    If several candidates are about equally fast, the one that `ways` yields first is the best.
 
     Args:
-        candidates: In the order of `ways`.
-        word: Precision of the run. Another precision must be clearly faster, because it changes the numbers, and small
-            products are further from its peak.
+        candidates: Candidates in the order of `ways`.
+        word: Precision of the run. Another precision must be faster by the factor CLEARLY, because it changes the
+            numbers, and because small products are further from its peak.
     """
     weighed = [one.seconds * (1.0 if f"precision={word}" in one.overrides else CLEARLY) for one in candidates]
     fastest = min(weighed, default=0.0)
@@ -133,7 +140,14 @@ def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candi
 
 
 def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
-    """Return the estimate with the fewest micro-batches that fit; None if even one sample per rank does not fit."""
+    """Return the estimate with the fewest micro-batches that fit into memory.
+
+    Return None if one sample per rank is too large.
+
+    Args:
+        estimator: Estimator of the configuration.
+        limit: Bytes of each device. None is no limit.
+    """
     batch, count = estimator.batch, estimator.micro_batches
     ranks = estimator.plan.placement.data_ranks
     for _ in range(MOST_DOUBLINGS):
@@ -147,7 +161,10 @@ def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
 
 
 def accumulation(estimator: Estimator, estimate: Estimate) -> tuple[str, ...]:
-    """Return the overrides that set the micro-batches of an estimate."""
+    """Return the overrides that set the number of micro-batches of an estimate.
+
+    Return no overrides if it did not change.
+    """
     if estimate.micro_batches == estimator.micro_batches:
         return ()
     return (f"data.batch_size={estimate.batch}", f"trainer.accumulate_grad_batches={estimate.micro_batches}")

@@ -1,4 +1,4 @@
-"""Table of the layers of a network: parameters, FLOPs and activations, with repeated blocks merged."""
+"""The table of the layers of a network: parameters, FLOPs and activations, with repeated blocks merged."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """A layer.
+    """A row of the table: one layer, or several equal layers.
 
     Attributes:
-        path: Path in the network; '' for the network itself.
-        kind: Name of its class.
-        output: Shapes and dtypes of its output, with B for the batch.
-        parameters: Number of its parameters, without those of inner layers.
+        path: Path of the layer in the network. '' for the network itself.
+        kind: Class name of the layer.
+        output: Shapes and dtypes of the output, with B for the batch.
+        parameters: Number of parameters, except those of inner layers.
         flops: FLOPs of a rank's micro-batch, forward and backward.
-        recomputed: FLOPs among them for activations that the backward computes again.
-        activations: Bytes that it keeps for the backward.
-        share: Share of the FLOPs of the network, or of its activations if it has no FLOPs.
+        recomputed: Part of these FLOPs that the backward spends to recompute activations.
+        activations: Bytes that the layer keeps for the backward.
+        share: Fraction of the network's FLOPs. If the network has no FLOPs, fraction of its activations.
         times: Number of equal layers in this row.
     """
 
@@ -42,7 +42,7 @@ class LayerRow:
 
 
 def layer_rows(estimate: Estimate) -> list[LayerRow]:
-    """Return a row for each module that was called or holds parameters, and a last row for the objective."""
+    """Return a row for each module that was called or has parameters, and a last row for the objective."""
     figures, network = estimate.figures, estimate.network
     flops: defaultdict[str, float] = defaultdict(float)
     again: defaultdict[str, float] = defaultdict(float)
@@ -71,7 +71,7 @@ def layer_rows(estimate: Estimate) -> list[LayerRow]:
 
 
 def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """Return the rows, with one row for equal layers of three or more repeated blocks: `blocks.*.query`."""
+    """Return the rows, with equal layers of three or more repeated blocks merged, such as `blocks.*.query`."""
     groups: defaultdict[tuple[object, ...], list[LayerRow]] = defaultdict(list)
     for row in rows:
         groups[_likeness(row)].append(row)
@@ -87,11 +87,11 @@ def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
 
 
 def to_pattern(path: str) -> str:
-    """Return a path with `*` for each index of a list."""
+    """Return a module path with `*` instead of each index."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _likeness(row: LayerRow) -> tuple[object, ...]:
     path = to_pattern(row.path)
-    # Activations of the first and last block may differ from the others: these blocks then have their own rows.
+    # Activations of the first and last block may differ from the other blocks, so they are part of the comparison.
     return (path, row.kind, row.output, row.parameters, row.flops, row.activations) if "*" in path else (row.path,)

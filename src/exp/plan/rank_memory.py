@@ -1,9 +1,9 @@
-"""Estimate the memory of each rank.
+"""The estimated memory of each rank.
 
-parameters, gradients, optimizer     exact: storages, as the hook `memory` counts them in a run
-activations                          of a rank's micro-batch, as the hook counts them on a CPU
-others                               the batch, buffers of the network, averages of the weights, buffers of the
-                                     strategy's communication, and temporaries of the step
+parameters, gradients, optimizer     exact sizes of storages, as the hook `memory` measures them in a run
+activations                          of a rank's micro-batch, as the hook `memory` measures them on a CPU
+others                               the batch, buffers of the network, averages of the weights, communication buffers
+                                     of the strategy, and temporary tensors of the step
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ HISTORY = "the state of LBFGS grows with each step, and is counted with its full
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceMemory:
-    """The memory of a device in bytes, for a rank or for several equal ranks. None stands for an unknown size.
+    """The memory of one device in bytes, for one rank or for several ranks with equal memory.
+
+    A size of None is unknown.
 
     Attributes:
         ranks: Ranks with this memory.
-        device: Index of the device, if a rank has several.
-        parameters: Size of the parameters.
-        gradients: Size of the gradients.
-        optimizer: Size of the optimizer's state.
-        activations: Size of the activations.
-        others: Other sizes by name.
+        device: Index of the device, if a rank has several devices.
+        parameters: Bytes of the parameters.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer state.
+        activations: Bytes of the activations.
+        others: Bytes of other tensors, by description.
         on_host: Names of the parts that are in the memory of the host.
     """
 
@@ -63,7 +65,7 @@ class PlaceMemory:
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """The four parts that the hook `memory` logs."""
+        """Bytes of the four parts that the hook `memory` logs, by name."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -73,13 +75,13 @@ class PlaceMemory:
 
     @property
     def total(self) -> int:
-        """Sum of the known parts on the device: an upper bound of the peak."""
+        """Sum of the known parts on the device in bytes: an upper bound of the peak."""
         known = (size or 0 for name, size in self.parts.items() if name not in self.on_host)
         return sum(known) + sum(self.others.values())
 
 
 class OptimizerState:
-    """The bytes of the state of a run's optimizers, created by a first step over fake tensors.
+    """Computes the bytes of optimizer states, with a first optimizer step on fake tensors.
 
     Args:
         plan: Plan of the run.
@@ -87,7 +89,7 @@ class OptimizerState:
         trained: Names of the parameters that get a gradient.
 
     Attributes:
-        notes: Reasons why a state is unknown or approximate.
+        notes: Reasons why a size is unknown or approximate.
     """
 
     def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
@@ -97,7 +99,14 @@ class OptimizerState:
         self._network, self._mode = fake.module, fake.mode
 
     def of(self, held: Mapping[str, Held]) -> int | None:
-        """Return the bytes of a rank that holds these parts; None if the optimizer cannot step without numbers."""
+        """Return the bytes of the optimizer state on a rank.
+
+        Args:
+            held: Parts of the parameters that the rank stores, by parameter name.
+
+        Returns:
+            The bytes. None if the optimizer cannot step without numbers.
+        """
         key = tuple((name, one.shape) for name, one in held.items() if one.steps)
         if key not in self._known:
             self._known[key] = self._state_bytes(held)
@@ -136,11 +145,14 @@ class OptimizerState:
 
 
 def _step(optimizer: Optimizer) -> None:
-    """Make a step over tensors without numbers. Raise its exception only if state is still missing."""
+    """Make an optimizer step on fake tensors.
+
+    An ArithmeticError is ignored if all parameters have a state by then.
+    """
     try:
         with Ones():
             optimizer.step()
-    except ArithmeticError as error:  # raised by NAdam, for a number that is taken as 1
+    except ArithmeticError as error:  # NAdam divides by a value that is 0 because Ones returns 1 for every number
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if any(one not in optimizer.state for one in parameters):
             raise RuntimeError(one_line(error)) from error
@@ -156,13 +168,13 @@ def _history(optimizer: LBFGS) -> int:
 def load_of(
     plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
 ) -> Load:
-    """Return the load of a step for the strategy.
+    """Return the load of a step, from which a strategy computes its footprint.
 
     Args:
         plan: Plan of the run.
-        figures: One micro-batch of a rank.
-        micro_batches: Micro-batches that a step accumulates.
-        network: On the meta device.
+        figures: Memory and FLOPs of one micro-batch of a rank.
+        micro_batches: Number of micro-batches in an optimizer step.
+        network: Network on the meta device.
         inputs: Stand-in inputs, for strategies that split the network by a forward.
     """
     return Load(
@@ -178,7 +190,10 @@ def load_of(
 
 
 def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
-    """Return the footprint of a strategy. For strategies of Lightning, each rank counts as a whole copy."""
+    """Return the memory and communication of a strategy.
+
+    Strategies of Lightning are estimated as DDP, with a whole copy per rank. A note says so.
+    """
     placement = load.placement
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
         return Single(name="single").footprint(load)  # without a process group
@@ -193,7 +208,14 @@ def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprin
 def memory_of(
     plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState | None
 ) -> list[PlaceMemory]:
-    """Return the memory of every place, the largest first. states: None if the optimizer is unknown."""
+    """Return the memory of every device, the largest first.
+
+    Args:
+        plan: Plan of the run.
+        figures: Memory and FLOPs of one micro-batch of a rank.
+        footprint: Memory and communication of the strategy.
+        states: Computes the optimizer state. None if the optimizer is unknown.
+    """
     found = [_place_memory(plan, figures, place, states) for place in footprint.places]
     return sorted(found, key=lambda one: -one.total)
 
@@ -223,7 +245,10 @@ def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: Optimi
 
 
 def _gradients(figures: StepFigures, place: Place) -> int | None:
-    """Return the bytes of the largest gradients of a phase, split like the parameters."""
+    """Return the bytes of the gradients of the phase with the largest gradients.
+
+    Ranks split gradients like parameters.
+    """
     if not figures.gradients:
         return None
     sums = []
@@ -236,7 +261,7 @@ def _gradients(figures: StepFigures, place: Place) -> int | None:
 
 
 def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
-    """Return the bytes of callbacks that keep an average of the weights, at least in float32."""
+    """Return the bytes of averaged weights that callbacks keep, with at least 4 bytes per number."""
     nodes, allow = plan.settings.callbacks.values(), plan.settings.security.allow
     count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
     if not count:
@@ -249,5 +274,5 @@ def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
 
 
 def largest_total(places: Sequence[PlaceMemory]) -> int:
-    """Return the bytes of the device with the most memory in use."""
+    """Return the bytes in use on the device that uses most."""
     return max(place.total for place in places)

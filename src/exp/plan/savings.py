@@ -1,4 +1,4 @@
-"""Find changes of a run that save memory. Each change is checked and estimated as a separate run."""
+"""Changes of a run that save memory. Each change is checked and estimated as a separate run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
     from exp.plan.estimate import Estimate, Estimator
 
-# Smallest saving that is reported, as a share of the memory.
+# Smallest saving that is reported, as a fraction of the run's memory.
 LEAST = 0.01
-# Name of the change that recomputes activations.
+# Description of the change that recomputes activations.
 REPEATED = "repeated blocks compute their activations twice"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A change of the run. overrides: To add to the command. saved: Bytes of the device with the most memory in use."""
+    """A change of the run that saves memory.
+
+    Attributes:
+        what: Description of the change.
+        overrides: Overrides to add to the command.
+        saved: Saved bytes on the device with the most memory in use.
+    """
 
     what: str
     overrides: tuple[str, ...]
@@ -31,7 +37,7 @@ class Saving:
 
 
 def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield changes that need no other network or data, each with its overrides."""
+    """Yield possible changes that keep the network and the data: a description, and the overrides."""
     word, placement = WORDS[plan.settings.precision.word], plan.placement
     traits = traits_of(plan.strategy)
     if word.compute.itemsize == 4:
@@ -54,7 +60,7 @@ def changes(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def repeated_blocks(plan: Plan) -> list[str]:
-    """Return patterns of the layers in lists of layers, for strategy.activation_checkpointing."""
+    """Return patterns for the repeated blocks of the network, for strategy.activation_checkpointing."""
     if plan.network is None:
         return []
     found = choose_units(plan.network, AUTO, key="strategy.shard")
@@ -62,12 +68,12 @@ def repeated_blocks(plan: Plan) -> list[str]:
 
 
 def savings(estimate: Estimate, plan: Plan, other: Callable[[Sequence[str]], Estimator | None]) -> list[Saving]:
-    """Return the changes that save more than a hundredth of the memory, the largest saving first.
+    """Return the changes that save more than the fraction LEAST of the memory, the largest saving first.
 
     Args:
         estimate: Estimate of the run.
         plan: Plan of the run.
-        other: Returns the estimator of the run with further overrides; None if they have an error.
+        other: Returns the estimator of the run with additional overrides, or None if they have an error.
     """
     found = []
     for what, overrides in changes(plan):

@@ -1,8 +1,8 @@
-"""Estimate the time of a step by the roofline of each operator (Williams, Waterman and Patterson, 2009).
+"""The estimated time of a step, by the roofline model of each operator (Williams, Waterman and Patterson, 2009).
 
 An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. The estimate is a lower
-bound: real kernels reach 50 to 90 % of the peak. Communication is counted separately, because it can overlap with the
-backward.
+bound, because real kernels reach 50 to 90 % of the peak. Communication is counted separately, because it can overlap
+with the backward.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from exp.plan.rank_memory import PlaceMemory
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint
 
-# Words of arithmetic by torch's names of dtypes.
+# Names of number formats in exp, by torch's names of dtypes.
 ARITHMETIC = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Memory traffic of an optimizer step as a multiple of parameters, gradients and state: it reads all of them, and writes
-# parameters and state.
+# Memory traffic of an optimizer step, as a multiple of the bytes of parameters, gradients and state. A step reads all
+# three, and writes parameters and state.
 READ_AND_WRITTEN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step.
+    """The time of an optimizer step.
 
     Attributes:
         device: Device of the ranks.
-        compute: Seconds of operators that are bound by arithmetic.
-        memory: Seconds of operators that are bound by memory bandwidth, and of the optimizer.
-        overhead: Seconds of operators that are bound by the time of their call.
+        compute: Seconds of operators that are limited by arithmetic.
+        memory: Seconds of the optimizer, and of operators that are limited by memory bandwidth.
+        overhead: Seconds of operators that are limited by the overhead of their call.
         communication: Seconds of the messages of a rank.
         flops: FLOPs of a rank in a step.
     """
@@ -45,14 +45,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds in all. Communication can overlap with half of the other time."""
+        """Total time in seconds. Communication can overlap with at most half of the other time."""
         own = self.compute + self.memory + self.overhead
         hidden = own / 2 if self.device.overlaps else 0.0
         return own + max(0.0, self.communication - hidden)
 
     @property
     def bound(self) -> str:
-        """The part that takes most of the time."""
+        """Name of the part that takes most of the time."""
         parts = {
             "compute": self.compute,
             "memory bandwidth": self.memory,
@@ -65,14 +65,14 @@ class StepTime:
 def step_time(
     figures: StepFigures, footprint: Footprint, places: Sequence[PlaceMemory], *, device: Device, micro_batches: int
 ) -> StepTime:
-    """Return the time of a step of the slowest rank.
+    """Return the time of an optimizer step on the slowest rank.
 
     Args:
-        figures: One micro-batch of a rank.
+        figures: Memory and FLOPs of one micro-batch of a rank.
         footprint: Memory and communication of the strategy.
-        places: Memory of each rank.
+        places: Memory of each device.
         device: Device of the ranks.
-        micro_batches: Micro-batches that a step accumulates.
+        micro_batches: Number of micro-batches in an optimizer step.
     """
     found = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
     tf32 = WORDS[figures.setting.word].tf32

@@ -1,4 +1,4 @@
-"""python -m exp.check: report the errors of a config; train nothing."""
+"""Command python -m exp.check: report the errors of a config without training."""
 
 from exp.cli.dispatch import run
 

@@ -1,6 +1,6 @@
-"""Compare a config with the checkpoint that it resumes from.
+"""The comparison of a config with the checkpoint from which it resumes.
 
-The model and the optimizer's values must be the same. Other values that change the numbers of steps may differ, and a
+The model and the values of the optimizer must be equal. Other values that change the numbers of steps may differ, and a
 note names them.
 """
 
@@ -27,7 +27,7 @@ from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import ErrorDetails, invalid_value, unsuitable
 from exp.spelling import among, show
 
-# Last parts of keys that change neither the state nor a step: kernels of an optimizer, and how batches are loaded.
+# Last parts of keys that change neither the state nor a step: kernels of an optimizer, and loading of batches.
 INCIDENTAL = (
     "fused", "foreach", "monitor",
     "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
@@ -37,7 +37,7 @@ SHOWN = 3
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
 LIGHTNING = "pytorch-lightning_version"
 RELEASE = re.compile(r"(\d+)\.(\d+)")
-# The entries of a checkpoint that a run resumes from.
+# Entries of a checkpoint that a resume needs, each with a function that checks its type.
 HELD: Mapping[str, Callable[[Any], bool]] = {
     "state_dict": lambda held: isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values()),
     "optimizer_states": lambda held: (
@@ -49,7 +49,7 @@ HELD: Mapping[str, Callable[[Any], bool]] = {
     POSITION: lambda held: isinstance(held, dict) and isinstance(held.get("epoch"), int),
     LIGHTNING: lambda held: isinstance(held, str) and RELEASE.match(held) is not None,
 }
-# Keys that may change the numbers of steps, which is reported as a note.
+# Keys that change the numbers of later steps. A change of these keys is allowed and reported as a note.
 NUMERIC = (
     "precision",
     "strategy",
@@ -65,20 +65,25 @@ NUMERIC = (
 )
 # Keys that decide which samples are in a batch.
 BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
-# Nodes that decide what an optimizer holds, with their values when they are not used. They must not change.
+# Nodes that determine the parameters of an optimizer, with their default values. These nodes must not change.
 NOTHING: Mapping[str, Any] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
     "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
-# Keys of these nodes that do not change a step, or that repeat another key.
+# Keys that are not compared, because they do not change a step or repeat another key.
 BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming:
-    """The result of a comparison with a checkpoint. notes: Differences that may change the steps after the resume."""
+    """The result of a comparison with a checkpoint.
+
+    Attributes:
+        errors: Differences that prevent a resume.
+        notes: Differences that may change the steps after the resume.
+    """
 
     errors: tuple[ErrorDetails, ...] = ()
     notes: tuple[str, ...] = ()
@@ -92,17 +97,18 @@ def examine_resume(
     prefix: str = "network.",
     is_fork: bool = False,
 ) -> Resuming:
-    """Compare a config with the checkpoint that its `resume` names.
+    """Compare a config with the checkpoint in its `resume`.
+
+    A checkpoint of another program has no config and is not compared. Such a checkpoint can only be evaluated, and the
+    engine reports an error otherwise.
 
     Args:
-        config: Plain and resolved.
-        network: Of the config, on the meta device; None if it could not be built.
-        build: Builds the network again. A buffer that has another shape then was reshaped by a forward, and may have
-            any shape in the checkpoint.
-        prefix: Of the network's names in a checkpoint.
-        is_fork: Whether the optimizer may have other values, which exp.fork writes into its state.
-
-    A checkpoint without a config is not compared: it can only be evaluated, and the engine reports it.
+        config: Config as plain values, interpolations resolved.
+        network: Network of the config on the meta device. None if it could not be built.
+        build: Builds the network again without a forward. A buffer with another shape in the new network was reshaped
+            by a forward, so it may have any shape in the checkpoint.
+        prefix: Prefix of network parameters in a checkpoint.
+        is_fork: Whether optimizer values may differ, because exp.fork writes them into the optimizer state.
 
     Raises:
         RunError: The file is damaged.
@@ -116,7 +122,7 @@ def examine_resume(
     if saved is None or damage:
         expected = "a last.ckpt or best.ckpt of exp, as it was written"
         return Resuming(errors=(unsuitable("resume", path, damage, expected),))
-    # A checkpoint of an earlier version lacks these nodes.
+    # Add defaults, because a checkpoint of an earlier version of exp lacks these nodes.
     before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
     compared = ["model", "module", *(["scheduler", *NOTHING] if now["train"] else [])]
     errors = [error for node in compared for error in _other_values(before, now, node, path)]
@@ -132,7 +138,7 @@ def examine_resume(
 
 
 def _damage(checkpoint: Mapping[str, Any], saved: object) -> str:
-    """Return why nothing can resume from a checkpoint; empty if its entries are whole."""
+    """Return the reason why no run can resume from a checkpoint. Return "" if its entries are complete."""
     if LIGHTNING not in checkpoint:
         return f"which holds {among(checkpoint)} and no {LIGHTNING}"
     wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
@@ -141,7 +147,7 @@ def _damage(checkpoint: Mapping[str, Any], saved: object) -> str:
 
 
 def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
-    """Yield the error of a checkpoint of a later release of Lightning than the installed one."""
+    """Yield the error of a checkpoint that a newer release of Lightning wrote."""
     found, own = RELEASE.match(written), RELEASE.match(lightning.__version__)
     if found and own and tuple(map(int, found.groups())) > tuple(map(int, own.groups())):
         expected = f"one of Lightning {lightning.__version__}, which is installed, or older"
@@ -150,7 +156,7 @@ def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
 
 
 def _saved_config(text: object) -> dict[str, Any] | None:
-    """Return the config in a checkpoint; None if it is not a config."""
+    """Return the config in a checkpoint. Return None if the text is not a config."""
     try:
         saved = yaml.safe_load(text) if isinstance(text, str) else None
     except yaml.YAMLError:
@@ -170,7 +176,7 @@ def _other_weights(
     build: Callable[[], nn.Module] | None,
     prefix: str,
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of weights that the checkpoint lacks, or has in another shape."""
+    """Yield the error of network parameters that the checkpoint lacks, or stores in another shape."""
     own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
     other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
     if other and build is not None:
@@ -187,7 +193,15 @@ def _other_weights(
 def _other_values(
     before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path, *, below: Sequence[str] | None = None
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of a node that changed. below: the parts of the node that may not change; None for all."""
+    """Yield the error of a node with changed values.
+
+    Args:
+        before: Config in the checkpoint.
+        config: Config of the run.
+        node: Top-level key to compare.
+        path: Path of the checkpoint.
+        below: Keys in the node that must not change. None compares all keys.
+    """
     told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
     if told:
         directory, fix = path.absolute().parent.parent, "Repeat the overrides of that run"
@@ -198,7 +212,13 @@ def _other_values(
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
-    """Return the keys at or below these names that have another value, the first few by name; empty for none."""
+    """Return a text that lists the first changed keys with both values. Return "" if no key changed.
+
+    Args:
+        saved: Values in the checkpoint by dotted key.
+        now: Values of the run by dotted key.
+        below: Keys to compare, including all keys below them.
+    """
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
     other = [key for key in keys if not are_same(saved.get(key), now.get(key))]
@@ -209,7 +229,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequen
 def _other_positions(
     before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any], path: Path
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of too few epochs, and of other batches in an epoch that has begun."""
+    """Yield the errors of too few epochs, and of other batches if the checkpoint is in the middle of an epoch."""
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
         fix = f"It counts the whole run: trainer.max_epochs={done + most} does {most} more"
@@ -218,7 +238,7 @@ def _other_positions(
     if not position["batch"]:
         return
     saved, now = _leaves(before["data"], "data"), _leaves(config["data"], "data")
-    # Any argument of the user's loaders may be the size of a batch.
+    # Any argument of a LightningDataModule may change the batches, so all of them are compared.
     told = _differences(saved, now, ("data",) if brings_data(config) else BATCHES)
     if told:
         because = f"a checkpoint within epoch {done}, with other batches: {told}"
@@ -227,21 +247,27 @@ def _other_positions(
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the defaults of its classes and phases, so that writing a default is not a difference."""
+    """Return a config with the defaults of its classes and phases.
+
+    A value that equals a default is then not a difference.
+    """
     phases = {name: whole_phase(phase) for name, phase in config["phases"].items()}
     allow = config["security"]["allow"] if "security" in config else []
     return dict(with_defaults({**config, "phases": phases}, allow=allow))
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys whose values differ, with the value before and now. None stands for a missing key."""
+    """Return the dotted keys with different values, each with the value before and now.
+
+    None stands for a missing key.
+    """
     was, found = (_leaves(_whole(as_before(one)), "") for one in (before, now))
     keys = [key for key in {**was, **found} if not are_same(was.get(key), found.get(key))]
     return {key: (was.get(key), found.get(key)) for key in keys}
 
 
 def _leaves(node: object, key: str) -> dict[str, Any]:
-    """Return the values of a node that are not mappings, by dotted key."""
+    """Return all values of a node that are not mappings, by dotted key."""
     if isinstance(node, Mapping) and node:
         below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]
         return {name: value for part in below for name, value in part.items()}

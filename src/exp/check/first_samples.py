@@ -1,7 +1,7 @@
-"""Compare the first samples of the data with objective and metrics.
+"""The comparison of the first samples of the data with the objective and the metrics.
 
-The losses of torch and exp are called with real targets and stand-in outputs of the network's shapes. Later samples are
-checked when the run reads them.
+Losses of torch and exp are called with real targets and with stand-in outputs that have the shapes of the network's
+outputs. Later samples are checked when the run reads them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ if TYPE_CHECKING:
 
 # Time limit for reading the first samples of a split.
 SECONDS = 5.0
-# Samples of data in memory with which a loss is called. The values of all samples are checked.
+# Number of samples with which a loss is called, for data in memory. The values of all samples are checked.
 CALLED = 64
-# Numbers of a stand-in output, such as of a text's tokens over a vocabulary: 64 MiB.
+# Largest number of values in a stand-in output (64 MiB). Scores of a text's tokens over a vocabulary may be larger.
 MOST_NUMBERS = 2**24
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
-# The keys of the data sets, which may be on another machine.
+# Prefixes of keys of data sets. Their errors are ignored, because the data may be on another machine.
 DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
-# Returns the values of the first samples by name, with outputs of the network's shapes that are drawn by a seed from
-# 0.05 to 0.95. The seed None gives 0.5, which is a score and a probability.
+# Function that returns the values of the first samples by name. Stand-in outputs replace the network's outputs. Their
+# numbers are drawn from 0.05 to 0.95 by a seed. The seed None gives 0.5, a valid score and a valid probability.
 StandIns = Callable[[int | None], Values]
 
 
 def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...]]:
-    """Return the errors of the config about its data, and notes. Data that is not on this machine is not compared."""
+    """Return the errors of the config that the first samples show, and notes.
+
+    If the data is not on this machine, there is no comparison, and a note says so.
+    """
     try:
         return [], refuse_other_data(decided)
     except ConfigError as error:
@@ -59,7 +62,7 @@ def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...
 
 
 def refuse_other_data(decided: Plan) -> tuple[str, ...]:
-    """Raise ConfigError if the data cannot be built, is not what the config declares, or is refused by a loss.
+    """Raise ConfigError if the data cannot be built, differs from the config, or is not valid for a loss or metric.
 
     Returns:
         Remarks on the first samples that are not errors.
@@ -72,7 +75,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         if decided.own is not None and decided.data_module is not None:
             return ()
         data = decided.data
-        # Data to predict has no targets. The first step shows what a module of the user takes.
+        # Data to predict has no targets. The inputs of a user's module are known only in its first step.
         if decided.own is not None or settings.predict:
             return data.notes
         at_work = {"train": settings.train, "val": settings.train or settings.validate, "test": settings.test}
@@ -88,7 +91,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
     except SampleError as error:
         raise ConfigError(locate_errors(config, [error.error])) from error
     except RunError:
-        return ()  # an exception of the user's code, which the run reports with its place
+        return ()  # an exception in user code, which the run reports with its location
     tags = monitored_tags(dict(decided.plain)) if settings.train else {}
     errors += monitor_errors(tags, entries, settings.metric_stages)
     if "monitor" in tags and not any(error.key == "monitor" for error in errors):
@@ -99,7 +102,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
 
 def _once_per_name(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Yield the errors, with one for all keys that read the same wrong name."""
+    """Yield the errors. Errors of several keys that read the same unknown name are merged into one."""
     groups: dict[object, list[ErrorDetails]] = {}
     for error in errors:
         groups.setdefault((error.subject, error.got) if error.subject else error, []).append(error)
@@ -111,7 +114,14 @@ def _once_per_name(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
 def _stage_errors(
     decided: Plan, stage: Stage, notes: list[str], entries: dict[str, tuple[str, ...]]
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of the first samples of a stage. notes, entries: receive remarks and the entries of metrics."""
+    """Yield the errors of the first samples of a stage.
+
+    Args:
+        decided: Plan of the run.
+        stage: Stage of the samples.
+        notes: List to which remarks are added.
+        entries: Dict to which the names of a metric's values are added, by metric name.
+    """
     try:
         batch = decided.data.first_samples(stage, seconds=SECONDS)
         if batch is not None:
@@ -155,7 +165,7 @@ def _batch_errors(
 
 
 def term_names(objective: Objective) -> dict[str, str]:
-    """Return the names of the values that the terms read, by the key of each name."""
+    """Return the names of the values that the terms read, by the key that contains the name."""
     return {
         f"objective.{name}.{place}": wanted
         for name, term in objective.terms.items()
@@ -164,7 +174,14 @@ def term_names(objective: Objective) -> dict[str, str]:
 
 
 def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[ErrorDetails]:
-    """Yield the errors of names that neither the network nor the batch gives, or both. names: by their keys."""
+    """Yield the errors of names that neither the network nor the batch has, or that both have.
+
+    Args:
+        names: Names of values, by the key that contains the name.
+        trace: Trace of the forward.
+        batch: A batch of the data.
+        spec: Inputs of the network.
+    """
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     parts = named_parts(trace.output)
     known, held = {**values, **parts}, batch if isinstance(batch, Mapping) else {}
@@ -181,7 +198,11 @@ def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
-    """Return the stand-ins; None for texts of several lengths, whose outputs have other shapes each time."""
+    """Return the function that makes stand-in outputs.
+
+    Returns:
+        The function. None if the inputs differ in shape from the config, such as texts of several lengths.
+    """
     each = max(1, sum(one[0].numel() for one in tensors_in(trace.output) if one.dim() and len(one)))
     count = max(2, min(CALLED, MOST_NUMBERS // each))
     few = map_tensors(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
@@ -209,14 +230,14 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
 def _term_errors(
     objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec, stage: Stage
 ) -> Iterator[ErrorDetails]:
-    """Return the errors of terms that compare an output with a target by a loss of a library."""
+    """Yield the errors of terms that compare an output with a target through a loss of a library."""
     draw = _stand_ins(trace, batch, spec)
     if draw is None:
         return
     values = draw(None)
     whole = {**values, **named_values(batch)}
     if any(tensor.dtype == torch.float64 for tensor in tensors_in(trace.output)):
-        objective = copy.deepcopy(objective).double()  # as precision=fp64 does, with the class weights
+        objective = copy.deepcopy(objective).double()  # precision=fp64 converts the class weights, too
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):
@@ -252,7 +273,7 @@ def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: S
 
 
 def _first(where: Tensor) -> int | None:
-    """Return the index of the first sample for which a condition holds."""
+    """Return the index of the first sample for which a condition holds. Return None if there is no such sample."""
     places = where.nonzero()
     return int(places[0, 0]) if len(places) else None
 
@@ -264,7 +285,7 @@ def _not_finite(value: object) -> int | None:
 
 
 def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
-    """Return whether the first axis of all outputs under these names is the batch axis."""
+    """Return whether axis 0 of all outputs with these names is the batch axis."""
     size = len(next(iter(trace.inputs.values())))
     given = {"output": trace.output, **named_parts(trace.output)}
     read = tensors_in([given[name] for name in names if name in given])
@@ -272,7 +293,7 @@ def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
 
 
 def _describe_values(values: Mapping[str, object], term: Term) -> tuple[str, str | None]:
-    """Return the values that a loss refused in words, and the fix."""
+    """Return a description of the values that a loss rejected, and the fix or None."""
     if term.inputs is not None:
         return ", ".join(f"{one} {describe_value(pick(values, name, one))}" for one, name in term.inputs.items()), None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")

@@ -1,7 +1,7 @@
-"""Compare the metrics with the first samples and the network's output.
+"""The comparison of metrics with the first samples and the output of the network.
 
-The metrics of torchmetrics and exp are called with real targets and stand-in outputs of the network's shapes. A user's
-own metrics, and metrics that hold a network, are not called.
+Metrics of torchmetrics and exp are called with real targets and stand-in outputs in the shapes of the network's
+outputs. Metrics of users, and metrics that contain a network, are not called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BY_GROUP = (classes.BinaryFairness, classes.BinaryGroupStatRates)
 
 
 def call_errors(measures: Iterable[Measure]) -> Iterator[ErrorDetails]:
-    """Return the errors of metrics whose update does not take an output and a target, or the names of `inputs`."""
+    """Yield the errors of metrics that cannot be called with an output and a target, or with the names in `inputs`."""
     for measure in measures:
         metric = measure.metric
         parts = metric.values(copy_state=False) if isinstance(metric, MetricCollection) else [metric]
@@ -48,14 +48,14 @@ def call_errors(measures: Iterable[Measure]) -> Iterator[ErrorDetails]:
 def fit_errors(
     measures: Iterable[Measure], draw: Callable[[int], Values], stage: Stage, entries: dict[str, tuple[str, ...]]
 ) -> Iterator[ErrorDetails]:
-    """Return the errors of metrics that refuse the targets of a stage, or give values that no tag can hold.
+    """Yield the errors of metrics that reject the targets of a stage, or return values that cannot be logged.
 
     Args:
-        measures: Metrics that were not called yet.
-        draw: Returns the values of the first samples by name, with outputs from this seed between 0 and 1: they are
-            scores, probabilities and positive numbers.
-        stage: The stage of the samples.
-        entries: Receives the entries of each metric that was called.
+        measures: Metrics that were not called before.
+        draw: Returns the values of the first samples by name, with stand-in outputs drawn by a seed. The outputs are
+            between 0 and 1, so they are valid as scores, probabilities and positive numbers.
+        stage: Stage of the samples.
+        entries: Dict to which the names of each metric's values are added, by metric name.
     """
     for measure in measures:
         if not measure.is_known:
@@ -63,7 +63,7 @@ def fit_errors(
         detail = _whole_error(measure, draw(0))
         if detail is None:
             with warnings.catch_warnings(), preserve_generators(), torch.no_grad():
-                warnings.simplefilter("ignore")  # about few samples, and about outputs that no network made
+                warnings.simplefilter("ignore")  # hide warnings about few samples and about unrealistic outputs
                 called = measure.clone()
                 try:
                     found = _compute_twice(called, draw)
@@ -77,7 +77,7 @@ def fit_errors(
 
 
 def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
-    """Return the error of a metric that no run supports, or of one of two tensors that is given several."""
+    """Return the error of a metric that no run supports, or that needs a tensor but gets a container of several."""
     kind = type(measure.metric).__name__
     if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
         because = "in which a batch without a group is counted under other groups (torchmetrics 1.9)"
@@ -94,10 +94,12 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
 
 
 def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
-    """Return the metric's values of these samples, and of twice as many. A metric may refuse to judge the fewer.
+    """Return the values of a metric for the first samples, and for twice as many samples.
+
+    A metric may not be able to compute a value from few samples, so the first value may be missing.
 
     Raises:
-        RunError: The update fails, or the metric gives no value either time.
+        RunError: The update fails, or the metric returns no value both times.
     """
     found: list[object] = []
     for seed in range(2):
@@ -111,7 +113,7 @@ def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[obje
 
 
 def _label_error(called: Measure) -> ErrorDetails | None:
-    """Return the error of too many or too few labels: torchmetrics drops the rest silently."""
+    """Return the error of a wrong number of labels, because torchmetrics silently drops the rest."""
     for path, part in called.parts:
         if isinstance(part, ClasswiseWrapper) and part.labels is not None:
             count = len(part.metric.compute())
@@ -122,7 +124,7 @@ def _label_error(called: Measure) -> ErrorDetails | None:
 
 
 def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | None:
-    """Return the error of values that are not numbers, or not the same numbers each time."""
+    """Return the error of values that are not numbers, or that change in number with the samples."""
     kind = type(measure.metric).__name__
     try:
         names = [[name for name, _ in entries_of(value)] for value in found]
@@ -136,7 +138,14 @@ def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | No
 
 
 def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> ErrorDetails:
-    """Return the error of a metric whose update failed. The cause of `error` is what the library raised."""
+    """Return the error of a metric with a failed update.
+
+    Args:
+        measure: The metric.
+        values: Values of the first samples by name.
+        stage: Stage of the samples.
+        error: Error of the update. Its cause is the exception of the library, if there is one.
+    """
     expected = "outputs and targets that it takes"
     if error.__cause__ is None:
         return ErrorDetails(measure.key, f"in the first samples of {stage}: {error}", expected)
@@ -155,10 +164,16 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
 
 
 def mode_errors(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
-    """Return the error of a mode that makes the worst checkpoint the best, by what the metric of an entry says."""
+    """Yield the error of a mode that contradicts the direction of a metric with several values.
+
+    Args:
+        monitor: Monitored tag.
+        mode: Mode of the run.
+        measures: Metrics of the run by name.
+    """
     name, _, rest = monitor.partition("/")
     if name not in measures or not (entry := rest.partition("/")[2]):
-        return  # the class says it of a metric that gives one number
+        return  # direction_errors checks metrics with a single value
     part: Any = measures[name].metric
     if isinstance(part, MetricCollection):
         parts = dict(part.items(keep_base=False, copy_state=False))
@@ -172,12 +187,12 @@ def mode_errors(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Ite
 def monitor_errors(
     monitors: Mapping[str, str], entries: Mapping[str, tuple[str, ...]], stages: Collection[str]
 ) -> Iterator[ErrorDetails]:
-    """Return the errors of monitors that name no entry of a metric, or a metric that gives several numbers.
+    """Yield the errors of monitors that name no value of a metric, or that name a metric with several values.
 
     Args:
-        monitors: Tags by the key where they are written.
-        entries: The entries of the metrics that were called.
-        stages: The stages of the metrics.
+        monitors: Monitored tags by the key that sets them.
+        entries: Names of each metric's values, by metric name.
+        stages: Stages in which metrics are computed.
     """
     for key, monitor in monitors.items():
         name, _, rest = monitor.partition("/")

@@ -1,6 +1,6 @@
-"""Try each optimizer and each schedule without the network: one step of an optimizer, all steps of a schedule.
+"""Trials of each optimizer and schedule without the network: one step of an optimizer, and all steps of a schedule.
 
-They are judged by what they do to a small weight, not by their names.
+The checks use the effect on a small weight, not the name of the class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exp.optim.optimizer import Optimization, sparse_parameters
 from exp.optim.schedules import build_schedule, changes_nothing, needs_total
 from exp.spelling import show
 
-# Largest number of steps that are simulated.
+# Largest number of schedule steps that are simulated.
 MOST = 2_000
 EXPECTED = "a value with which the schedule lasts through the run and no rate is below 0"
 
@@ -29,14 +29,15 @@ EXPECTED = "a value with which the schedule lasts through the run and no rate is
 def step_errors(
     optimization: Optimization, network: nn.Module, optimizer: Optimizer, *, key: str, has_closure: bool = True
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of an optimizer that no run can step, or that evaluates other weights than it trains.
+    """Yield the error of an optimizer that cannot make a step, or that evaluates other weights than it trains.
 
     Args:
-        optimization: Makes the optimizer.
-        network: On the meta device.
-        optimizer: As it was made for the parameters of the network.
-        key: The key of its node.
-        has_closure: Whether the run gives it the closure of forward and backward. Phases compute gradients before.
+        optimization: Builds the optimizer.
+        network: Network on the meta device.
+        optimizer: Optimizer for the parameters of the network.
+        key: Key of the optimizer's node.
+        has_closure: Whether the run passes the closure of forward and backward to the optimizer. Default: true. Phases
+            compute gradients before the step, so they pass no closure.
     """
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
@@ -70,7 +71,10 @@ def _sparse(shape: list[int]) -> Tensor:
 
 
 def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_closure: bool) -> str | None:
-    """Return why an optimizer refuses a step by this gradient, or uses one of another step; None if it does neither."""
+    """Return the reason why an optimizer cannot make a correct step with a gradient. Return None if it can.
+
+    An optimizer that reads gradients before it calls the closure is wrong, because they belong to the previous step.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run shows the warnings of torch about sparse tensors
@@ -87,7 +91,14 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
 
 
 def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
-    """Return the weights after one step. before: the gradient that the last step left."""
+    """Return the weights after one step.
+
+    Args:
+        factory: Builds the optimizer.
+        gradient: Gradient of this step.
+        before: Gradient that the previous step left in the parameter.
+        has_closure: Whether the step gets a closure.
+    """
     weight = nn.Parameter(torch.ones(gradient.shape))
     weight.grad = before.clone()
 
@@ -109,15 +120,17 @@ def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, befor
 def rate_errors(
     optimization: Optimization, optimizer: Optimizer, *, key: str, steps: Callable[[], int | None], epochs: int | None
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of a schedule that fails in the run or makes a rate negative, at the parameter that causes it.
+    """Yield the error of a schedule that fails in the run or leads to a negative rate.
+
+    The error has the key of the parameter that causes the problem.
 
     Args:
-        optimization: Makes the schedule.
-        optimizer: As it was made. Its rates are changed.
-        key: The key of the schedule's node.
-        steps: Returns the steps of the run; None if it has no known end. It is called for a schedule that counts steps
-            and that does not receive their number from exp.
-        epochs: Of the run; None if it has no known end.
+        optimization: Builds the schedule.
+        optimizer: Optimizer of the schedule. The check changes its rates.
+        key: Key of the schedule's node.
+        steps: Returns the number of optimizer steps of the run, or None if the run has no known end. Called only if the
+            schedule counts steps and does not get their number from exp.
+        epochs: Number of epochs of the run. None if the run has no known end.
     """
     factory = optimization.schedule_factory
     if factory is None or changes_nothing(factory):
@@ -146,11 +159,14 @@ def rate_errors(
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:
-    """Return what goes wrong in the steps of a run, or in the first three if their number is unknown."""
+    """Return the problem that occurs in the steps of a schedule. Return None without a problem.
+
+    If the number of steps is unknown, only the first three steps are simulated.
+    """
     if isinstance(schedule, OneCycleLR) and length is not None and schedule.total_steps < length:
         return f"it ends after {schedule.total_steps} steps, and the run has {length}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a schedule that steps before its optimizer
+        warnings.simplefilter("ignore")  # hide the warning that the schedule steps before its optimizer
         for step in range(1, min(MOST, length or 3)):
             try:
                 schedule.step(1.0) if isinstance(schedule, ReduceLROnPlateau) else schedule.step()

@@ -1,6 +1,6 @@
-"""The stages of a user's LightningModule and of the LightningDataModule next to it.
+"""The checks of a user's LightningModule, and of the LightningDataModule that it is used with.
 
-The module is built once without memory, for its names and classes. None of its steps runs before the run.
+The module is built once without memory, to read its names and classes. The check runs none of its steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from exp.spelling import among, show
 
 STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 LOADERS: Mapping[Stage, str] = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
-# Methods that may add layers after the check.
+# Methods of a LightningModule that may add layers after the check.
 LATER = ("setup", "configure_model", "prepare_data")
-# Evaluations by their config key.
+# Stages by the key of the config that evaluates them without training.
 EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 
@@ -37,13 +37,13 @@ class OwnTraining:
 
     @functools.cached_property
     def kind(self) -> type[LightningModule]:
-        """The class of the module."""
+        """Class of the LightningModule."""
         kind: type[LightningModule] = self.class_of("module")
         return kind
 
     @functools.cached_property
     def data_kind(self) -> type[LightningDataModule] | None:
-        """The class of its loaders; None if exp's data gives the batches."""
+        """Class of the LightningDataModule. None if the run uses the data of exp."""
         if not self.settings.has_own_loaders:
             return None
         kind = self.class_of("data")
@@ -51,10 +51,10 @@ class OwnTraining:
 
     @functools.cached_property
     def network(self) -> LightningModule:
-        """The module on the meta device, or on the CPU if it cannot be built there.
+        """The module on the meta device, or on the CPU if it cannot be built on the meta device.
 
         Raises:
-            ConfigError: Its constructor refuses its values.
+            ConfigError: The constructor of the module rejects its values.
         """
         try:
             return build_module(self.settings, device="meta")
@@ -62,13 +62,13 @@ class OwnTraining:
             return build_module(self.settings)
 
     def has(self, stage: Stage) -> bool:
-        """Return whether the module has a step for a stage, and the data module has loaders for it."""
+        """Return whether the module has a step for a stage, and the data module has a loader for it."""
         has_loader = self.data_kind is None or is_overridden(LOADERS[stage], self.data_kind, LightningDataModule)
         return has_loader and is_overridden(STEPS[stage], self.kind, LightningModule)
 
     @property
     def is_complete(self) -> bool:
-        """True if all layers exist before its setup."""
+        """True if the module adds no layers after its constructor."""
         return not any(is_overridden(method, self.kind, LightningModule) for method in LATER)
 
     def class_of(self, key: str) -> Any:
@@ -77,7 +77,7 @@ class OwnTraining:
 
 
 def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
-    """Yield what Lightning's Trainer would refuse later, or do otherwise than the config says."""
+    """Yield the errors of settings that Lightning's Trainer would reject later, or would not follow."""
     settings, kind, data_kind = own.settings, own.kind, own.data_kind
     if settings.has_own_loaders and data_kind is None:
         expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
@@ -111,7 +111,7 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
 
 
 def module_notes(own: OwnTraining) -> Iterator[str]:
-    """Yield what is left out without an error."""
+    """Yield remarks on keys of the config that have no effect, and on stages that are skipped."""
     settings, name = own.settings, f"{own.kind.__module__}.{own.kind.__qualname__}"
     yield (
         f"module {name} brings its own network, losses, metrics and optimizers: the model, objective, metrics, "

@@ -1,4 +1,4 @@
-"""Second stage of the check: resolve every `_target_`, and compare its values with its signature."""
+"""The second stage of the check: resolve every `_target_`, and compare its values with its signature."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
 from exp.spelling import among, find_nearest, show
 
-# Messages about a package as a whole, not about one of its classes.
+# Matches messages about a whole package, as opposed to messages about a class in it.
 OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
-# A dotted name in a message, and its package.
+# Matches a dotted name in a message. Group 1 is its package.
 NAMED = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+)+)")
 HYDRAS_OWN = {
     "_args_": "a list",
@@ -44,17 +44,17 @@ HYDRAS_OWN = {
 
 
 def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:
-    """Return the errors of every node with a `_target_`: of the name, and then of its parameters.
+    """Return the errors of every node with a `_target_`: errors of the target's name, and then of its parameters.
 
     Args:
         plain: Values of the config.
-        allow: Packages that a target may name.
-        has_module: Whether a user's LightningModule is trained.
+        allow: Packages that targets may come from.
+        has_module: Whether the run trains a user's LightningModule.
     """
     places: dict[str, str] = {}
     errors: list[ErrorDetails] = []
     for key, node in nodes_in(plain):
-        # nodes_in yields outer nodes first. A node in `_args_` is placed by the name of its parameter.
+        # nodes_in yields outer nodes first. For a node in `_args_`, the name of its parameter replaces the index.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
         errors += node_errors(key, node, place=place, allow=allow, has_module=has_module)
@@ -64,7 +64,7 @@ def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bo
 
 
 def _each_once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors, with one for all classes of a package that is not allowed, or that cannot be imported."""
+    """Return the errors, but only one error per package that is not allowed or cannot be imported."""
     first: dict[object, ErrorDetails] = {}
     for error in errors:
         is_of_package = OF_PACKAGE.search(error.got) is not None
@@ -79,13 +79,21 @@ def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str])
         target = resolve(node["_target_"], returns=returned_classes(place), allow=allow)
         return signature_of(target).positional[: len(node["_args_"])]
     except (ConfigError, MissingExtraError):
-        return ()  # node_errors reports it
+        return ()  # node_errors reports this error
 
 
 def node_errors(
     key: str, node: dict[str, Any], *, place: str | None = None, allow: Sequence[str], has_module: bool = False
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of one node, without those of nodes in it. place: the key that names its slot."""
+    """Yield the errors of one node, except those of inner nodes.
+
+    Args:
+        key: Key of the node.
+        node: The node.
+        place: Key that determines which classes are allowed. None uses `key`. The two differ for nodes in `_args_`.
+        allow: Packages that targets may come from.
+        has_module: Whether the run trains a user's LightningModule.
+    """
     place = place or key
     slot, name = slot_of(place), node["_target_"]
     if name is UNKNOWN:
@@ -118,7 +126,7 @@ def node_errors(
 def _parameter_errors(
     key: str, node: dict[str, Any], target: object, slot: Slot, *, allow: Sequence[str]
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of the values that a target is given."""
+    """Yield the errors of the values in a node."""
     yield from _hydra_errors(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
     signature = _without_inferred_size(target, signature_of(target), given, node)
@@ -129,7 +137,7 @@ def _parameter_errors(
         yield from _function_errors(f"{key}.functions", node["functions"], allow=allow)
         given.remove("functions")
     for name in given:
-        # Keys with a rule of exp accept more than the class, such as trainer.max_time in seconds.
+        # Skip keys with a rule of exp, which accepts more than the class, such as trainer.max_time in seconds.
         is_judged = f"{key}.{name}" in VALUES
         if name in signature.parameters and not is_judged and name not in slot.reserved and name not in slot.refused:
             yield from _type_errors(f"{key}.{name}", node[name], signature.parameters[name], filled=name in slot.filled)
@@ -145,7 +153,7 @@ def _is_made_of_functions(target: object) -> bool:
 
 
 def _takes_functions(target: object) -> bool:
-    """Return whether a target is a container with a forward program, whose `functions` are dotted names."""
+    """Return whether a target is a container with a forward program. Its `functions` are dotted names."""
     from exp.models.containers import ProgramModel
 
     return inspect.isclass(target) and issubclass(target, ProgramModel)
@@ -166,7 +174,7 @@ def _function_errors(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -
 def _without_inferred_size(target: object, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
     """Return the signature of a layer without its input size, if the data determines the size.
 
-    A lazy class has fewer annotations, so the signature of its sized class is taken.
+    The signature of the sized class is used for a lazy class, because a lazy class has fewer annotations.
     """
     from exp.models.inference import LAZY_CLASSES, lazy_class
 
@@ -174,7 +182,7 @@ def _without_inferred_size(target: object, signature: Signature, given: list[str
     positional = len(values) if isinstance(values, list) else 0
     if not inspect.isclass(target):
         return signature
-    sized = getattr(target, "cls_to_become", None)  # of a lazy class of torch's
+    sized = getattr(target, "cls_to_become", None)  # only lazy classes of torch have this attribute
     if sized not in LAZY_CLASSES and lazy_class(target, set(given), positional=positional) is None:
         return signature
     whole: Any = sized or target
@@ -228,7 +236,7 @@ def _missing_errors(
         if not any(find_nearest(str(other), [name]) for other in given if other not in signature.parameters):
             fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
         if _inexpressible_parameter(target) == name:
-            # Only a step of the user, such as configure_optimizers, has it.
+            # Only user code, such as configure_optimizers, can pass this parameter.
             fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
         is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
         words = "a value" if is_open else describe_type(parameter.annotation, parameter.default)
@@ -236,7 +244,11 @@ def _missing_errors(
 
 
 def _inexpressible_parameter(target: object) -> str | None:
-    """Return the parameter that no config can express: `params` of an optimizer, `optimizer` of a schedule."""
+    """Return the required parameter that no config can express: `params` of an optimizer, `optimizer` of a schedule.
+
+    Returns:
+        The name. None if the target is neither an optimizer nor a schedule.
+    """
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -248,7 +260,7 @@ def _inexpressible_parameter(target: object) -> str | None:
 def _positional_errors(
     key: str, node: dict[str, Any], given: list[str], signature: Signature, slot: Slot
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of `_args_`, whose values are judged by the names that they fill."""
+    """Yield the errors of `_args_`. Each value is checked against the parameter that it fills."""
     for index, value in enumerate(node["_args_"] if isinstance(node.get("_args_"), list) else ()):
         where = f"{key}._args_.{index}"
         if index >= len(signature.positional):
@@ -271,12 +283,17 @@ def _type_errors(key: str, value: object, parameter: Parameter, *, filled: bool)
 
 
 def program_errors(plain: dict[str, Any]) -> list[ErrorDetails]:
-    """Return the errors of every `forward` and every entry of `programs` next to `layers`."""
+    """Return the errors of every forward program: `forward` and the entries of `programs` next to `layers`."""
     return [error for key, node in nodes_in(plain.get("model"), "model") for error in _program_errors(key, node)]
 
 
 def program_error(key: str, error: Any) -> ErrorDetails:
-    """Return the ProgramError of the program at a key as an error of the config."""
+    """Return a ProgramError as an error of the config.
+
+    Args:
+        key: Key of the program.
+        error: The ProgramError.
+    """
     return ErrorDetails(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
 
 

@@ -1,7 +1,7 @@
-"""Decide a run: its placement, strategy, objective, phases, metrics, hooks, and one forward on the meta device.
+"""The plan of a run: its placement, strategy, objective, phases, metrics, hooks, and the forwards on the meta device.
 
-Each rank makes its plan from the frozen config. exp.check.examination finds the errors of a config by asking for the
-same parts, so nothing here explains an error.
+Each rank computes its plan from the frozen config. exp.check.examination reads the same parts to find the errors of a
+config, so this module does not explain errors.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config in which the values that follow from the data are filled in.
+    """A config completed with the values that depend on the data.
 
-    config: A copy of the given config with the data's shape, dtype, outputs and classes. This config is frozen.
-    plain: Its values as dicts and lists, with interpolations resolved. UNKNOWN stands for a value with an error.
-    errors: The errors of values, keys, rules, targets, parameters and forward programs.
-    notes: Remarks on the checkpoint that was searched for.
+    Attributes:
+        config: Copy of the given config with shape, dtype, outputs and classes of the data. This config is frozen.
+        plain: Values of the config as dicts and lists, interpolations resolved. UNKNOWN stands for a value with an
+            error.
+        errors: Errors of values, keys, rules, targets, parameters and forward programs.
+        notes: Remarks of the search for a checkpoint.
     """
 
     config: DictConfig
@@ -55,24 +57,25 @@ class Resolved:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The values as typed objects."""
+        """The config as typed objects."""
         return settings_of(self.plain)
 
     @functools.cached_property
     def yaml(self) -> str:
-        """The text of config.yaml."""
+        """Text of config.yaml."""
         return frozen_yaml(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decided run: made once per process and never changed. Each part is decided when it is first read.
+    """The plan of a run. A process makes one plan and never changes it. Each part is computed when it is first read.
 
-    Nothing is placed on a device, and the network has no memory.
+    No part is on a device, and the network has no memory.
 
-    resolved: The config that everything follows from.
-    rank: The rank that a launcher made of this process; None if the config alone decides.
-    machine: The machine of the run; None for this machine.
+    Attributes:
+        resolved: The config from which all parts are computed.
+        rank: Rank of this process, if a launcher started it. None computes the placement from the config.
+        machine: Description of the machine of the run. None describes this machine.
     """
 
     resolved: Resolved
@@ -81,12 +84,12 @@ class Plan:
 
     @property
     def plain(self) -> Mapping[str, Any]:
-        """The config's values as dicts and lists."""
+        """Values of the config as dicts and lists."""
         return self.resolved.plain
 
     @property
     def settings(self) -> Settings:
-        """The config's values as typed objects."""
+        """The config as typed objects."""
         return self.resolved.settings
 
     @functools.cached_property
@@ -103,9 +106,9 @@ class Plan:
 
     @functools.cached_property
     def own(self) -> OwnTraining | None:
-        """The user's LightningModule that is trained instead of a model of exp; None in other runs.
+        """The user's LightningModule, if the run trains one instead of a model of exp. None in other runs.
 
-        Objective, phases and metrics are empty with it, and shapes are unknown.
+        With a LightningModule, objective, phases and metrics are empty, and shapes are unknown.
         """
         if self.settings.module is None:
             return None
@@ -115,7 +118,7 @@ class Plan:
 
     @functools.cached_property
     def spec(self) -> DataSpec:
-        """The inputs of the network, and how many numbers it returns for a sample."""
+        """The inputs of the network, and the number of outputs per sample."""
         return DataSpec.of(self.settings.data)
 
     @functools.cached_property
@@ -127,14 +130,14 @@ class Plan:
 
     @functools.cached_property
     def data_module(self) -> LightningDataModule | None:
-        """The user's loaders for the user's module; None if `data` is exp's."""
+        """The user's LightningDataModule, if the run has one. None if the run uses the data of exp."""
         from exp.construct import build_data_module
 
         return None if self.own is None or self.own.data_kind is None else build_data_module(self.settings)
 
     @property
     def network(self) -> nn.Module | None:
-        """The trained network on the meta device; None if it cannot be built there."""
+        """The trained network on the meta device. None if it cannot be built there."""
         return self.shapes.network if self.own is None else self.own.network
 
     @functools.cached_property
@@ -157,7 +160,7 @@ class Plan:
 
     @functools.cached_property
     def shapes(self) -> MetaForward:
-        """The network on the meta device and its traced forwards."""
+        """The network on the meta device, with the traces of its forwards."""
         from exp.construct import build_unsized_network, prepare
 
         return run_on_meta(
@@ -171,10 +174,10 @@ class Plan:
 
     @functools.cached_property
     def operator(self) -> float | None:
-        """The mean multiply-adds of an operator in the forward of a rank's batch, weighted by multiply-adds.
+        """Mean number of multiply-adds of an operator in a forward of a rank's batch, weighted by multiply-adds.
 
-        It is an upper bound for a module of the user and for a network that cannot be traced. It is None if the network
-        or the size of the user's batches is unknown.
+        For a user's LightningModule and for a network that cannot be traced, the value is an upper bound. The value is
+        None if the network or the size of the user's batches is unknown.
         """
         network = self.network
         if network is None or self.data_module is not None:
@@ -190,7 +193,7 @@ class Plan:
 
     @functools.cached_property
     def hooks(self) -> Mapping[str, Hook]:
-        """The hooks by name. They can ask for the FLOPs of a step."""
+        """The hooks by name. Each hook has access to the FLOPs of a step."""
         from exp.construct import build_entries
         from exp.hooks.hook import Workload
 
@@ -205,7 +208,7 @@ class Plan:
 
         if self.own is not None:
             raise RunError("the FLOPs of the training_step of your own module are unknown")
-        # A second objective, because the run's may be on another device by then.
+        # Build a second objective, because the objective of the run may be on another device.
         objective, phases, network = build_objective(self.settings), build_phases(self.settings), self.shapes.network
         if network is None:
             raise RunError("the network cannot be built without numbers, so its FLOPs are not counted")
@@ -214,7 +217,7 @@ class Plan:
 
 
 def read_resolved(directory: Path | str) -> Resolved:
-    """Return the config of a run directory. It was resolved and checked before it was frozen."""
+    """Return the config of a run directory. The config was resolved and checked before it was frozen."""
     from exp.construct import plain_config
 
     config = read_frozen(directory)
@@ -222,15 +225,15 @@ def read_resolved(directory: Path | str) -> Resolved:
 
 
 def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
-    """Return the plan of a rank that its launcher started from a frozen config.
+    """Return the plan of a rank that a launcher started from a frozen config.
 
     Raises:
-        ConfigError: The launcher started other ranks than the config asks for.
+        ConfigError: The launcher started a different number of ranks than the config requests.
     """
     decided = Plan(resolved=resolved, rank=rank)
     parts = ("placement", "hooks") if decided.own else ("placement", "objective", "phases", "metrics", "hooks")
     for part in parts:
-        getattr(decided, part)  # in the order of the check, because constructors may draw random numbers
+        getattr(decided, part)  # use the order of the check, because constructors may draw random numbers
     return decided
 
 
@@ -241,13 +244,13 @@ def place(
     rank: Rank | None = None,
     machine: Machine | None = None,
 ) -> Placement:
-    """Return where a run goes; with a rank, the placement that its launcher made.
+    """Return the placement of a run on devices. For a launched rank, return the placement that the launcher made.
 
     Args:
-        settings: The config.
-        strategy: Of the config.
-        rank: Of this process.
-        machine: The machine of the run; None for this machine.
+        settings: Config of the run.
+        strategy: Strategy of the run.
+        rank: Rank of this process. None computes the placement from the config.
+        machine: Description of the machine of the run. None describes this machine.
 
     Raises:
         ConfigError: The machine has too few devices.
@@ -270,7 +273,10 @@ def place(
 
 
 def _arithmetic(precision: PrecisionSettings) -> Arithmetic:
-    """Return the dtypes of a run. Those that an error hides, or that one layer decides, are not judged."""
+    """Return the dtypes of a run for the trace of its forward.
+
+    Mixed dtypes in the trace count as an error only if the precision is valid and changes the dtype of no parameter.
+    """
     from exp.models.forward_trace import Arithmetic
     from exp.precision.words import WORDS
 

@@ -1,4 +1,4 @@
-"""Find switches of `runtime` that have no effect on a run, or that it does not support."""
+"""The errors of keys of `runtime` that have no effect on a run, or that the run does not support."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from exp.errors import ErrorDetails, not_supported_with, unknown_word, unsuitabl
 from exp.shared_types import DataSpec
 from exp.strategies.strategy import Blueprint
 
-# The compilers that inductor looks for on a machine without a GPU, after the environment's CXX.
+# Compilers that inductor searches on a machine without a GPU, if the environment variable CXX names none.
 COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 
 
 def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
-    """Yield the errors of the switches."""
+    """Yield the errors of keys of `runtime`."""
     runtime, network = planned.settings.runtime, planned.network
     if runtime.compile:
         backend, mode = runtime.compile_backend, runtime.compile_mode
@@ -40,8 +40,8 @@ def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
 
 
 def _step_makers(planned: Blueprint) -> Iterator[str]:
-    """Yield what makes steps that cannot be skipped."""
-    for kind in planned.optimizers if not planned.settings.phases else ():  # those of phases get no closure to call
+    """Yield the optimizers and strategies of a run that make steps that cannot be skipped."""
+    for kind in planned.optimizers if not planned.settings.phases else ():  # phases call optimizers without a closure
         if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
             yield f"{kind.__name__}, which may make the gradients of a step itself"
     if "owns_step" in planned.traits:
@@ -51,7 +51,14 @@ def _step_makers(planned: Blueprint) -> Iterator[str]:
 def compile_errors(
     network: nn.Module, *, backend: str, mode: str | None = None, accelerator: str
 ) -> Iterator[ErrorDetails]:
-    """Yield what runtime.compile=true would not compile, or not run. accelerator: cpu, cuda or mps."""
+    """Yield the errors of runtime.compile=true.
+
+    Args:
+        network: The network.
+        backend: Value of runtime.compile_backend.
+        mode: Value of runtime.compile_mode.
+        accelerator: Type of the devices: cpu, cuda or mps.
+    """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         yield unknown_word("runtime.compile_backend", backend, known)

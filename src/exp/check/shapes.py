@@ -1,4 +1,4 @@
-"""Check layers against the data and each other, by one forward on the meta device."""
+"""The check of layers against the data and each other, by a forward on the meta device."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ WIDTHS = ("out_features", "out_channels")
 def shape_errors(
     seen: MetaForward, spec: DataSpec, objective: Objective | None = None, phases: Sequence[Phase] = ()
 ) -> list[ErrorDetails]:
-    """Return the errors that the forwards on the meta device show, each at the key of the layer that fails.
+    """Return the errors found by the forwards on the meta device, each at the key of the layer that causes it.
 
     Args:
-        seen: The forwards.
-        spec: The shapes that the data declares, and the number of outputs that it needs.
-        objective: Compares the outputs. Without it, only the last axis is compared with the data.
-        phases: Their forwards are compared with their own terms.
+        seen: Result of the forwards.
+        spec: Input shapes of the data, and the number of outputs that the data needs.
+        objective: Objective that compares the outputs. Without it, only the last axis of the output is checked.
+        phases: Phases of the run. The output of each forward is checked against the terms of its phases.
     """
     if seen.failure is not None:
         return list(_failure_errors(seen.failure, spec))
@@ -57,7 +57,12 @@ def shape_errors(
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
-    """Return the terms that read the output of each forward. Without phases all read that of the network's own."""
+    """Return the part of the objective that reads the output of each forward.
+
+    Returns:
+        An objective by the name of a forward. Without phases, None is the only name and stands for the network's
+        forward.
+    """
     if not phases:
         return {None: objective}
     names: dict[str | None, list[str]] = {}
@@ -67,7 +72,7 @@ def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether the class of a module has a forward."""
+    """Return whether the class of a module defines a forward."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -100,7 +105,10 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
 
 
 def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> ErrorDetails | None:
-    """Return the error of a float64 input of the data that reaches a layer of float32."""
+    """Return the error of a float64 input of the data that reaches a layer with float32 parameters.
+
+    Otherwise return None.
+    """
     has_double = any(one.dtype == "float64" for one in spec.inputs.values())
     found = set() if refused is None else {one.dtype for one in refused.sources}
     if not has_double or not {torch.float64, torch.float32} <= found:
@@ -114,21 +122,21 @@ def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call)
 def output_errors(
     network: nn.Module, output: object, calls: Sequence[Call], spec: DataSpec, objective: Objective | None
 ) -> list[ErrorDetails]:
-    """Return the errors of the network's output: a container that a term compares, a head that does not fit the data.
+    """Return the errors of a network's output, such as a container instead of a tensor, or a wrong number of classes.
 
     Args:
         network: The network.
-        output: Its output for a batch.
-        calls: The calls of all its modules, in the order in which they returned.
-        spec: The shapes that the data declares.
-        objective: Compares the outputs.
+        output: Output of the network for a batch.
+        calls: Calls of all modules, in the order in which they returned.
+        spec: Shapes of the data.
+        objective: Objective that compares the outputs. None checks only the last axis of the output.
     """
     parts = named_parts(output)
     named = {"output": output, **parts}
     errors = []
     for name, loss, wanted in _terms(objective):
         if wanted not in named:
-            continue  # it may be an entry of the batch
+            continue  # the name may be an entry of the batch
         value = named[wanted]
         got, origins = f"the network returns {describe_value(value)}", _returning(network)
         is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
@@ -149,12 +157,12 @@ def output_errors(
 
 
 def _returning(network: nn.Module) -> tuple[str, ...]:
-    """Return the key of the program that returns the network's output."""
+    """Return the key of the forward program that returns the network's output. Return no key if there is no program."""
     return ("model.forward",) if isinstance(network, ProgramModel) else ()
 
 
 def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
-    """Return name, loss and output of every term that compares an output with the data's target."""
+    """Return the name, the loss and the output name of every term that compares an output with the entry `target`."""
     if objective is None:
         return [("", None, "output")]
     compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
@@ -186,7 +194,7 @@ def _width_error(
 
 
 def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
-    """Return the width of the output that a loss needs, and the reason; None if the loss takes any."""
+    """Return the output width that a loss needs, and the reason. The width is None if the loss accepts any width."""
     classes = "the data has that many classes"
     if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):
         return spec.num_classes, classes
@@ -196,7 +204,10 @@ def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, s
 
 
 def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, str] | None:
-    """Return the layer that sets the width of the output: the layer that returned it, or the last of that width."""
+    """Return the layer that determines the width of the output, and the name of its size parameter.
+
+    This is the layer that returned the output. If there is no such layer, it is the last called layer with that width.
+    """
     sized = [
         (call, name)
         for call in calls
@@ -208,9 +219,13 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
 
 
 def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[ErrorDetails]:
-    """Return the errors of terms: unknown parts of the network, gradients of whole numbers, parameters of losses.
+    """Yield the errors of terms: unknown modules of the network, gradients of integers, and losses with parameters.
 
-    word: precision.word of the config.
+    Args:
+        objective: Objective of the run.
+        network: Network on the meta device.
+        spec: Shapes and dtypes of the data.
+        word: precision.word of the config.
     """
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
@@ -241,7 +256,10 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
 
 
 def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDetails | None:
-    """Return the error of a loss, or of a user's term, that cannot be called as the step calls it."""
+    """Return the error of a loss or of a user's term that a training step cannot call.
+
+    Return None if the call is possible.
+    """
     node = f"objective.{name}"
     passes = ["passes"] if objective.needs_of(name) else []
     if not isinstance(term, Term):
@@ -252,11 +270,11 @@ def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDet
 
 
 def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterator[ErrorDetails]:
-    """Return the error of a layer whose backward cannot be differentiated, if a term differentiates it."""
+    """Yield the error of a layer with a backward that cannot be differentiated, if a term needs a second derivative."""
     terms = objective.differentiated_twice
     if not terms or not _is_once_differentiable(trace, trace.output):
         return
-    # A layer returns before the module that holds it.
+    # Calls are in the order of their returns, so an inner layer comes before the module that contains it.
     call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
     path = Recorder().path_of(trace.network, call.module)
     expected = "a backward that can be differentiated: this term's value is a gradient"
@@ -266,19 +284,19 @@ def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterato
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
-    """Return whether a gradient of the output with respect to inputs and parameters cannot be differentiated."""
+    """Return whether the gradient of an output with respect to inputs and parameters cannot be differentiated again."""
     sources = [one for one in (*trace.inputs.values(), *trace.network.parameters()) if one.requires_grad]
     ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
     if not ends or not sources:
         return False
-    # torch raises only if the incoming gradient requires a gradient. Otherwise the result is silently wrong (2.13).
+    # torch 2.13 raises an error only if the incoming gradient requires a gradient. Otherwise the result is wrong.
     given = [torch.ones_like(one, requires_grad=True) for one in ends]
     try:
         found = torch.autograd.grad(ends, sources, given, create_graph=True, allow_unused=True)
         slopes = [one.sum() for one in found if one is not None and one.requires_grad]
         if slopes:
             torch.autograd.backward(slopes, retain_graph=True)
-    except (RuntimeError, NotImplementedError) as error:  # of others, which no numbers may cause, the run knows more
+    except (RuntimeError, NotImplementedError) as error:  # missing numbers may cause other errors, so they are ignored
         return "once_differentiable" in str(error)
     finally:
         for one in sources:

@@ -1,7 +1,7 @@
-"""Find the errors of a composed config without building anything.
+"""The errors of a composed config that are found without building any part of the run.
 
 The first stage does not import torch. It checks values and interpolations (reading), keys, types and bounds (structure)
-and rules between keys (rules). The second imports the targets and checks their parameters and forward programs.
+and rules between keys (rules). The second stage imports the targets, and checks their parameters and forward programs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def compose(
 ) -> DictConfig:
     """Return the config of one job, as `python -m exp.train OVERRIDES` composes it.
 
-    The reserved node `_composition_` holds its origin: overrides, directory, files.
+    The reserved node `_composition_` stores the origin of the config: overrides, directory, files.
 
     Args:
         overrides: Overrides of the command line.
-        config_dir: A further directory of configs, searched after ./conf and before exp's.
-        config_name: Primary config.
-        may_sweep: As in exp.config.compose.composition_of.
+        config_dir: Additional directory of configs, searched after ./conf and before exp's configs.
+        config_name: Name of the primary config.
+        may_sweep: Same parameter as in exp.config.compose.composition_of.
 
     Raises:
-        ConfigError: An override has an error. Errors of the other keys are reported, too.
+        ConfigError: An override has an error. Errors of other keys are included.
     """
     return job_config(
         composition_of(
@@ -59,15 +59,15 @@ def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[
 
     Args:
         config: The composed config.
-        reading: Result of `read` for the config. By default the config is read.
+        reading: Result of `read` for the config. None reads the config.
     """
     found = first_stage(read(config) if reading is None else reading)
-    # Values that refer to the data are known after the data is read.
+    # Skip values that refer to the data, because they are unknown until the data is read.
     return [error for error in locate_errors(config, found) if not _follows_the_data(config, error.key)]
 
 
 def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
-    """Raise ConfigError for errors that do not need torch, so that a typo is reported within a second."""
+    """Raise ConfigError for errors that are found without torch, so that a typo is reported within a second."""
     errors = early_errors(config, reading=reading)
     raise_errors(errors, note=NOTE)
 
@@ -78,12 +78,12 @@ def _follows_the_data(config: DictConfig, key: str) -> bool:
 
 
 def _unresolved_value(config: DictConfig, key: str) -> object:
-    """Return the value of a key with unresolved interpolations."""
+    """Return the value of a key with interpolations unresolved."""
     return Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
 
 
 def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError if top-level nodes have wrong keys, types or bounds, or depend on a refused resolver."""
+    """Raise ConfigError if top-level nodes have wrong keys, types or bounds, or use a resolver that is not allowed."""
     plain, unread = read(config)
     errors = [error for error in unread if error.key.partition(".")[0] in names]
     errors += [error for name in names for error in node_errors(name, plain)]
@@ -94,7 +94,7 @@ def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
 
 
 def first_stage(reading: Reading) -> list[ErrorDetails]:
-    """Return the errors that need no import of torch."""
+    """Return the errors that are found without importing torch."""
     plain, errors = reading
     resolvers = resolver_errors(plain, allow=allowed_packages(plain))
     return unique_errors([*errors, *structure_errors(plain), *rule_errors(plain), *resolvers])
@@ -104,10 +104,10 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
     """Return the errors of targets, their parameters and forward programs.
 
     Args:
-        reading: Reading of the config.
-        only: The top-level key to check, such as data. None checks all.
+        reading: Result of `read` for the config.
+        only: Top-level key to check, such as data. None checks all keys.
     """
-    # Imported here, because it is slow and the first stage does not need it.
+    # Imported here because the import is slow, and the first stage does not need it.
     from exp.check.parameters import program_errors, target_errors
 
     plain, _ = reading
@@ -121,7 +121,10 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
 
 
 def allowed_packages(plain: dict[str, Any]) -> list[str]:
-    """Return the packages in `security.allow`; none if the key has an error, so that no check imports them."""
+    """Return the packages in `security.allow`.
+
+    If the key has an error, no package is returned, so that no check imports the packages.
+    """
     if list(allow_is_from_the_command_line(Values(plain))):
         return []
     security = plain.get("security")
@@ -130,9 +133,9 @@ def allowed_packages(plain: dict[str, Any]) -> list[str]:
 
 
 def unique_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the first error of each key, or of each place in its text and each of its subjects.
+    """Return one error for each key, position in its text, and subject.
 
-    A later stage finds again what an earlier stage has named.
+    The first error is kept, because a later stage may find the same problem again.
     """
     first: dict[object, ErrorDetails] = {}
     for error in errors:
@@ -141,7 +144,10 @@ def unique_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def locate_errors(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors, each with the file and line that set its key, and with the interpolation that gave a null."""
+    """Return the errors, each with the file and line that set its key.
+
+    A null also gets the interpolation that led to it.
+    """
     if not errors or COMPOSITION not in config:
         return list(errors)
     return [error if error.source else _locate(config, _with_interpolation(config, error)) for error in errors]
@@ -164,5 +170,5 @@ def _locate(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
 
 
 def concern_keys(errors: Iterable[ErrorDetails], keys: Iterable[str]) -> bool:
-    """Return whether an error concerns one of these top-level nodes, or the config as a whole."""
+    """Return whether an error belongs to one of these top-level keys, or to the config as a whole."""
     return any(error.key.partition(".")[0] in (*keys, "config") for error in errors)

@@ -1,10 +1,10 @@
-"""Find the checkpoint from which a run resumes.
+"""The search for the checkpoint from which a run resumes.
 
-    resume=auto                the newest checkpoint of this `name`, from any command
-    runtime.autoresume=true    the checkpoint of the last run of the same command if that run is not completed, for
-                               schedulers that start a command again
+    resume=auto                the newest checkpoint of any run with this `name`
+    runtime.autoresume=true    the checkpoint of the last run of the same command, if that run is not completed. Meant
+                               for cluster schedulers that start a command again
 
-A damaged checkpoint is skipped for the one before. Runs that are still running are skipped.
+If a checkpoint is damaged, the previous one is used. Runs that are still running are skipped.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ from exp.errors import RunError, config_error
 from exp.files import is_locked, remove_partial_files
 
 AUTO = "auto"
-# Paths of run directories below outputs/<name>: set by hydra.run.dir, or <date>/<time>.
+# Patterns of run directories below outputs/<name>: a directory set by hydra.run.dir, or <date>/<time>.
 RUNS = ("*", "*/*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result of a search. path: None if there is no checkpoint. notes: What was found or skipped, and why."""
+    """The result of a search.
+
+    Attributes:
+        path: The checkpoint. None if there is none.
+        notes: Remarks on the checkpoints and runs that were found or skipped.
+    """
 
     path: Path | None
     notes: tuple[str, ...]
 
 
 def find_start(config: DictConfig) -> Found:
-    """Return the checkpoint that `resume=auto` or `runtime.autoresume=true` stands for.
+    """Return the checkpoint that `resume=auto` or `runtime.autoresume=true` selects.
 
     Raises:
-        ConfigError: The run is a job of a sweep, whose jobs would resume from each other, or the config was not
-            composed and so has no run directory.
+        ConfigError: The run is a job of a sweep, because jobs would resume from each other. Also raised if exp.compose
+            did not make the config, because such a config has no run directory.
     """
     is_again = config.runtime.autoresume is True
     key = "runtime.autoresume" if is_again else "resume"
@@ -77,24 +82,29 @@ def find_start(config: DictConfig) -> Found:
 
 
 def newest_of(run: Path) -> Found:
-    """Return the newest whole checkpoint of a run directory."""
+    """Return the newest intact checkpoint of a run directory."""
     notes: list[str] = []
     return Found(path=_newest([run], notes), notes=tuple(notes))
 
 
 def remove_leftovers(directory: Path, name: str) -> None:
-    """Remove partly written files of killed runs of this name. directory: Directory of a run of this name."""
+    """Remove partly written files that killed runs of a name left.
+
+    Args:
+        directory: Directory of any run of this name.
+        name: Value of the key `name`.
+    """
     root = root_of(directory, name)
     for pattern in RUNS:
         for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
             sweep_run(path.parent.parent)
-        # Also of runs that were killed before their first checkpoint.
+        # This includes runs that were killed before their first checkpoint.
         for path in root.glob(f"{pattern}/.*.partial"):
             remove_partial_files(path.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:
-    """Yield the checkpoints of a run directory from which a run can resume, the newest first."""
+    """Yield the checkpoints of a run directory from which a run can resume, with their content, the newest first."""
     for path in _newest_first([run]):
         state = _whole(path, [])
         if state is not None:
@@ -102,14 +112,15 @@ def states_of(run: Path) -> Iterator[tuple[Path, State]]:
 
 
 def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path | None:
-    """Return the newest checkpoint of the last runs with these overrides that are not completed.
+    """Return the newest checkpoint of the latest unfinished runs with these overrides.
 
-    There may be several such runs: a run that was killed before its first checkpoint may have resumed an earlier one.
+    The search covers several runs, because a run that was killed before its first checkpoint may have resumed an
+    earlier run. The search ends at the latest completed run.
 
     Args:
         runs: Run directories.
         overrides: Text of their overrides.yaml.
-        notes: Receives what was found or skipped.
+        notes: List to which remarks are added.
     """
     unfinished = []
     for run in sorted(runs, key=_start_time, reverse=True):
@@ -128,7 +139,13 @@ def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path 
 
 
 def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) -> Path | None:
-    """Return the newest checkpoint from which a run can resume. name: Name that its config must have."""
+    """Return the newest checkpoint from which a run can resume. Return None without one.
+
+    Args:
+        runs: Run directories.
+        notes: List to which remarks are added.
+        name: Name that the config of the checkpoint must have. None accepts any name.
+    """
     for path in _newest_first(runs):
         state = _whole(path, notes)
         if state is not None and name in (None, _name(state[CONFIG])):
@@ -144,7 +161,7 @@ def _newest_first(runs: Sequence[Path]) -> list[Path]:
 
 
 def _whole(path: Path, notes: list[str]) -> State | None:
-    """Return the content of a checkpoint if a run can resume from it."""
+    """Return the content of a checkpoint. Return None if no run can resume from it."""
     try:
         state = read_checkpoint(path)
     except RunError as error:
@@ -154,19 +171,19 @@ def _whole(path: Path, notes: list[str]) -> State | None:
 
 
 def root_of(directory: Path, name: str) -> Path:
-    """Return outputs/<name> of a run directory below it, or else the parent directory."""
+    """Return outputs/<name> for a run directory below it. Return the parent directory for any other run directory."""
     parts = Path(name).parts
     above = [parent for parent in directory.parents if parent.parts[-len(parts) :] == parts]
     return above[0] if above else directory.parent
 
 
 def _runs(root: Path) -> list[Path]:
-    """Return the run directories of a name: <root>/<date>/<time>, and <root>/<directory> of hydra.run.dir."""
+    """Return the run directories below a root: <root>/<date>/<time>, and <root>/<directory> of hydra.run.dir."""
     return [path.parent for pattern in RUNS for path in root.glob(f"{pattern}/config.yaml")]
 
 
 def _name(config: str) -> str | None:
-    """Return the name in the config of a checkpoint; None if the text is not a config."""
+    """Return the name in the config of a checkpoint. Return None if the text is not a config."""
     try:
         content = yaml.safe_load(config)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""First stage of the check: keys, types and bounds of plain values. No target is imported."""
+"""The first stage of the check: keys, types and bounds of plain values. No target is imported."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
 from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
 
-# Values that need no quotes in a list.
+# Matches values that need no quotes in a list.
 PLAIN_WORD = re.compile(r"[\w./-]+")
 KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
-# Repeats limits a single repeat; repeats in repeats multiply.
+# Largest number of layers in a model. The type Repeats limits only a single repeat, and nested repeats multiply.
 MAX_LAYERS = 100_000
-# More missing keys are reported as one error.
+# Largest number of missing top-level keys that are reported separately. More are reported as one error.
 FORGOTTEN = 8
-# Keys of train.yaml that the classes of nodes read, with a default of the class.
+# Keys in the nodes of train.yaml that may be missing, because the class of the node has a default.
 OPTIONAL = ("num_workers", "drop_last")
-# Libraries use integers of 64 bits.
+# Bound of integers, because libraries use 64 bits.
 MAX_INTEGER = 2**63
 
 
@@ -53,19 +53,29 @@ def structure_errors(plain: dict[str, object]) -> list[ErrorDetails]:
 
 
 def node_errors(name: str, plain: dict[str, object]) -> list[ErrorDetails]:
-    """Return the errors of the keys, types and bounds of a top-level node whose keys exp declares."""
+    """Return the errors of keys, types and bounds in one top-level node.
+
+    The schema of exp must declare the keys of this node.
+    """
     return list(_mapping_errors("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
 
 def kind_errors(key: str, value: object, annotation: object, default: object = EMPTY) -> Iterator[ErrorDetails]:
-    """Yield the error of a value that does not fit an annotation, or the type of a default without one."""
+    """Yield the error of a value that does not match an annotation.
+
+    Args:
+        key: Key of the value.
+        value: The value.
+        annotation: Annotation of the parameter. If it is EMPTY, the type of the default decides.
+        default: Default of the parameter.
+    """
     if not fits(value, annotation, default):
         fix = _list_fix(key, value, annotation, default)
         yield value_error(key, value, expected=describe_type(annotation, default), words=words_of(annotation), fix=fix)
 
 
 def _list_fix(key: str, value: object, annotation: object, default: object) -> str | None:
-    """Return the fix of a single value where a list of such values fits; None if a list does not fit, either."""
+    """Return the fix if a list with this single value would be valid. Otherwise return None."""
     if isinstance(value, list | dict) or value is None or value is UNKNOWN:
         return None
     text = value if isinstance(value, str) else show(value)
@@ -80,7 +90,7 @@ def _list_fix(key: str, value: object, annotation: object, default: object) -> s
 
 
 def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDetails]:
-    """Yield the error of a key that exp reads, which may hold a node only if the annotation names Node."""
+    """Yield the error of a key that exp reads. The value may be a node only if the annotation contains Node."""
     if is_node(value) and Node not in typing.get_args(annotation):
         yield value_error(key, value, expected=describe_type(annotation))
     elif key == MODULE_KEY and isinstance(value, str):
@@ -99,13 +109,23 @@ def _module_fix(name: str) -> str:
 def value_error(
     key: str, value: object, *, expected: str, words: Sequence[str] = (), fix: str | None = None
 ) -> ErrorDetails:
-    """Return the error of a wrong value, with the fix of a habit, the given fix, or the one that its text suggests."""
+    """Return the error of a wrong value.
+
+    The fix is the first of: a fix of a common mistake, `fix`, the closest of `words`, a fix derived from the type.
+
+    Args:
+        key: Key of the value.
+        value: The value.
+        expected: Description of valid values.
+        words: Valid words.
+        fix: Fix of the error, or None.
+    """
     fix = fix_of_value(key, value) or fix or (did_you_mean(value, words) if isinstance(value, str) else None)
     return invalid_value(key, value, expected, fix or _fix_of_kind(key, value, expected))
 
 
 def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
-    """Return the fix of a value whose type in YAML differs from its appearance, such as '8'."""
+    """Return the fix of a value that has another type in YAML than intended, such as the text '8' for a number."""
     is_number = "number" in expected or "integer" in expected
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER and "integer" in expected:
         return f"Write {int(value)}"
@@ -123,7 +143,13 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
 
 
 def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
-    """Return the error of a key that its holder does not have, with the closest key as the fix."""
+    """Return the error of an unknown key, with the most similar known key as the fix.
+
+    Args:
+        key: The unknown dotted key.
+        known: Known names.
+        holder: Description of the mapping that contains the key.
+    """
     parent, _, name = key.rpartition(".")
     near = find_nearest(name, known)
     fix = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
@@ -134,7 +160,7 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
 
 
 def own_groups(plain: dict[str, object]) -> list[str]:
-    """Return the top-level keys that are the user's groups: folders of ./conf with a selected option."""
+    """Return the top-level keys that come from config groups of the user: folders of ./conf with a selected option."""
     found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
     return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
@@ -196,7 +222,10 @@ def _node_errors(key: str, node: object) -> Iterator[ErrorDetails]:
 
 
 def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield keys that train.yaml declares in nodes of targets, that exp reads, and that are missing."""
+    """Yield the errors of missing keys in nodes with a `_target_`, if exp itself reads these keys.
+
+    train.yaml declares them.
+    """
     declared = {**read_yaml(OWN_CONF / "train.yaml"), "strategy": {"name": "ddp"}}
     owned = ("data",) if brings_data(plain) else ()
     for node in (name for name in NODES if name in declared and name not in owned and is_node(plain.get(name))):
@@ -206,7 +235,7 @@ def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
                 yield missing_value(f"{node}.{name}", "a value, because exp reads this key", fix, got="no such key")
 
 
-# Patterns of VALUES by their first word, because a config has hundreds of keys that match none.
+# Patterns of VALUES by their first part, because a config has hundreds of keys that match no pattern.
 PATTERNS = {
     word: [(pattern, rule) for pattern, rule in VALUES.items() if "*" in pattern and pattern.startswith(f"{word}.")]
     for word in {pattern.partition(".")[0] for pattern in VALUES if "*" in pattern}
@@ -264,18 +293,18 @@ def _repeat_errors(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]
 
 
 def _count_errors(model: object) -> Iterator[ErrorDetails]:
-    """Yield the error of repeats in repeats that make too many layers together."""
+    """Yield the error of nested repeats that multiply to too many layers."""
     if _count(model) <= MAX_LAYERS:
         return
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
-    # The innermost repeat that alone makes too many layers.
+    # Report the innermost repeat that makes too many layers without the outer repeats.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
     because = f"which makes {_count(model):,} layers together with other repeats"
     yield unsuitable(f"{key}.repeat", value["repeat"], because, f"{MAX_LAYERS:,} layers at most in all")
 
 
 def _count(value: object) -> int:
-    """Return the number of nodes with a `_target_` in a part of a model, with all repeats."""
+    """Return the number of nodes with a `_target_` in a part of a model, including repeats."""
     if isinstance(value, list):
         return sum(map(_count, value))
     if not isinstance(value, dict):

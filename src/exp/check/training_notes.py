@@ -1,4 +1,4 @@
-"""Find settings that train badly without an error, from the config and the traced forward."""
+"""Remarks on settings that train badly without an error, found in the config and the traced forward."""
 
 # ruff: noqa: SIM905  (a list of words is easier to read as words)
 
@@ -23,7 +23,7 @@ from exp.objectives.terms import NLL
 from exp.spelling import among
 from exp.strategies.placement import Placement
 
-# Functions that keep probabilities probabilities: they change no numbers, or select or average some.
+# Functions with results that are probabilities if their inputs are. They keep, select or average numbers.
 PASSING = frozenset(
     (
         "__getitem__ chunk clamp clip clone contiguous double flatten float getitem mean movedim permute reshape "
@@ -36,14 +36,19 @@ FEW_SAMPLES = 16
 
 
 class Note(NamedTuple):
-    """A remark on the value at a config key."""
+    """A remark on the value of a config key.
+
+    Attributes:
+        key: The key.
+        text: Text that follows the key in the message.
+    """
 
     key: str
     text: str
 
 
 def training_notes(decided: Plan) -> Iterator[str]:
-    """Yield a line for each setting that trains badly, with the file and line of its key."""
+    """Yield a line for each setting that trains badly, with the file and line that set it."""
     settings, network, traces = decided.settings, decided.network, decided.shapes.traces
     if network is None or not settings.train:
         return
@@ -73,7 +78,7 @@ def _rates(settings: Settings) -> Iterator[Note]:
 def _probabilities(
     traces: Mapping[str | None, ForwardTrace], by_forward: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Yield outputs that are probabilities although their loss expects scores."""
+    """Yield a remark for each output that is a probability although its loss expects scores."""
     for forward, trace in traces.items():
         outputs = {"output": trace.output, **named_parts(trace.output)}
         for name, term in by_forward[forward].terms.items() if forward in by_forward else ():
@@ -91,7 +96,7 @@ def _probabilities(
 
 
 def _expected_input(loss: nn.Module) -> str | None:
-    """Return what a loss takes in words, if probabilities are wrong for it."""
+    """Return a description of the input that a loss expects. Return None if probabilities may be a correct input."""
     if isinstance(loss, NLL | nn.NLLLoss):
         return "log probabilities (LogSoftmax)"
     if _has_softmax(loss):
@@ -105,7 +110,11 @@ def _has_softmax(loss: nn.Module) -> bool:
 
 
 def _find_maker(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Module | None]:
-    """Return the function that made probabilities of scores, and the module that called it; None if none did."""
+    """Return the function that turned scores into probabilities, and the module that called it.
+
+    Returns:
+        The name of the function and the module. None for both if the value is not made of probabilities.
+    """
     for operation in reversed(trace.operations):
         if not any(result is value for result in operation.results):
             continue
@@ -119,7 +128,7 @@ def _find_maker(trace: ForwardTrace, value: Tensor) -> tuple[str | None, nn.Modu
 
 
 def _batch_norms(settings: Settings, network: nn.Module, placement: Placement) -> Iterator[Note]:
-    """Yield batch norms with few samples per rank, and frozen ones whose statistics change."""
+    """Yield remarks on batch norms with few samples per rank, and on frozen batch norms with changing statistics."""
     norms: dict[str, Any] = {
         name: module for name, module in network.named_modules() if isinstance(module, ANY_BATCH_NORM)
     }
@@ -149,7 +158,7 @@ def _batch_norms(settings: Settings, network: nn.Module, placement: Placement) -
 def without_gradient(
     network: nn.Module, traces: Mapping[str | None, ForwardTrace], objectives: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Yield layers whose parameters influence no output that the objective reads."""
+    """Yield remarks on layers with parameters that influence no output that the objective reads."""
     parts = {part for objective in objectives.values() for term in objective.terms.values() for part in term.parts}
     learning = {id(one): one for one in network.parameters() if one.requires_grad}
     if "" in parts or not objectives or not objectives.keys() <= traces.keys():
@@ -161,7 +170,7 @@ def without_gradient(
             return
         reached |= found
     if not reached:
-        return  # a network that learns in another way, or not at all
+        return  # no parameter gets a gradient through the objective, so the network may learn in another way
     used = {id(one) for trace in traces.values() for step in trace.operations for one in step.sources}
     dead: dict[tuple[str, str], list[str]] = {}
     for name, layer in network.named_modules():
@@ -183,7 +192,7 @@ def without_gradient(
 
 
 def _read_by(objective: Objective, trace: ForwardTrace) -> list[Tensor]:
-    """Return the outputs that an objective reads; all outputs if a term may read any."""
+    """Return the outputs that an objective reads. Return all outputs if a term may read any output."""
     outputs = {"output": trace.output, **named_parts(trace.output)}
     if not all(isinstance(term, Term) and not term.needs for term in objective.terms.values()):
         return list(tensors_in(trace.output))
@@ -192,7 +201,10 @@ def _read_by(objective: Objective, trace: ForwardTrace) -> list[Tensor]:
 
 
 def _with_gradient(ends: Sequence[Tensor], learning: Sequence[nn.Parameter]) -> set[int] | None:
-    """Return the ids of the parameters that outputs depend on; None if the meta device has no backward for them."""
+    """Return the ids of the parameters on which outputs depend.
+
+    Return None if the meta device cannot run the backward.
+    """
     ends = [one for one in ends if one.requires_grad and (one.is_floating_point() or one.is_complex())]
     if not ends:
         return set()

@@ -63,7 +63,10 @@ def reseed_batch(*, seed: int, stage: Stage, rank: int, epoch: int, batch: int) 
 
 
 def reseed_sampler(*, seed: int, stage: Stage, epoch: int) -> None:
-    """Seed the generators of Python, NumPy and torch for one epoch of a sampler; epoch -1 is the creation of the sampler."""
+    """Seed the generators of Python, NumPy and torch for one epoch of a sampler.
+
+    Epoch -1 is the creation of the sampler.
+    """
     _seed_generators(seed_for(seed, "sampler", stage, epoch))
 
 

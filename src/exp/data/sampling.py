@@ -36,8 +36,8 @@ Items = list[Any]
 MakeSampler = Callable[..., AnySampler]
 # Packages whose samplers depend only on the generators, not on earlier epochs.
 STATELESS = ("exp", "torch")
-# A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items, or None
-# if all items are valid.
+# A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items. It
+# returns None if all items are valid.
 Judge = Callable[[Sequence[Any]], tuple[str, str] | None]
 
 
@@ -181,7 +181,10 @@ class SampledBatches(EpochBatches):
 
 
 def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | None:
-    """Return the first item that is not a sample index, and a description of valid items; None if all items are valid."""
+    """Return the first item that is not a sample index, and a description of valid items.
+
+    Returns None if all items are valid.
+    """
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
             return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"

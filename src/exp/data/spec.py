@@ -75,8 +75,8 @@ def read_spec(
     if outputs is None and target is not None:
         got = "null, and the data set does not state it"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
-    # The network does not receive entries of other dtypes, or entries that are empty in the first sample, such as boxes.
-    # Terms and hooks do.
+    # Entries of other dtypes, and entries that are empty in the first sample, such as boxes, are not inputs of the
+    # network. Terms and hooks receive them.
     fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     is_alone = list(found) == ["input"] or declared.input_shape is not None
     return DataSpec(

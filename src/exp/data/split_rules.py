@@ -19,8 +19,8 @@ from exp.data.splits import PART_NAMES, Choose, lengths
 from exp.shared_types import STAGES, Stage
 from exp.spelling import show
 
-# The maximum number of pieces into which groups are divided. A split consists of whole pieces, so its size is accurate to
-# a twentieth of the samples.
+# The maximum number of pieces into which groups are divided. A split consists of whole pieces, so its size is accurate
+# to a twentieth of the samples.
 FINEST = 20
 # The types of the values in data.split. Values that are not listed are texts.
 KINDS: Mapping[str, type] = {"stratify": bool, "folds": int, "fold": int}
@@ -87,7 +87,10 @@ class SplitRules:
 
 
 def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
-    """Return the function that chooses the samples of each split by the rules of data.split; None if there are no rules."""
+    """Return the function that chooses the samples of each split by the rules of data.split.
+
+    Returns None if there are no rules.
+    """
     rules = SplitRules.of(split or {})
     return None if rules == SplitRules() else partial(split_by_rules, rules=rules, seed=seed)
 

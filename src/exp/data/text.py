@@ -144,7 +144,9 @@ class Decoder(Protocol):
 
 
 class TextBlocks(Gathered):
-    """Blocks of a text: an input int64 `[T]`, and a target int64 `[T]` with the next character or token of each position.
+    """Blocks of a text.
+
+    Input and target are int64 `[T]`; the target is the next character or token of each position.
 
     In training, the blocks of each epoch start at a different offset below T, so that the context of a token varies.
     The last block then wraps around to the beginning of the text.

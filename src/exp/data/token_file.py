@@ -26,7 +26,9 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 class TokenFile(Dataset[object]):
-    """The tokens of a file in blocks: an input int64 `[T]`, and a target int64 `[T]` with the next token of each position.
+    """The tokens of a file in blocks.
+
+    Input and target are int64 `[T]`; the target is the next token of each position.
 
     Only the tokens of a batch are read. The splits are contiguous, in the order of the file.
 

@@ -29,7 +29,7 @@ BYTES = 256
 
 
 class Tokens(Dataset[object]):
-    """The text of files in tokens: an input int64 `[T]`, and a target int64 `[T]` with the next token of each position.
+    """The text of files in tokens. Input and target are int64 `[T]`; the target is the next token of each position.
 
     Args:
         files: See Text.
@@ -121,7 +121,7 @@ class TokenVocabulary:
 
     def encode(self, text: str) -> Tensor:
         """Return the numbers of the tokens, int32 `[T]`."""
-        # Lines are encoded separately, because encoding a whole book at once needs much memory. No token spans two lines.
+        # Lines are encoded separately, because encoding a whole book needs much memory. No token spans two lines.
         lines = self._tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
         numbers = [number for line in lines for number in line.ids]
         return torch.tensor(numbers, dtype=torch.int32)

@@ -104,8 +104,8 @@ class Assembly:
         read = [sample for sample in samples if isinstance(sample, Sample)]
         is_default = self.collate is default_collate
         try:
-            # tv_tensors are converted first, because torch's default_collate returns a tv_tensor in a worker and a plain tensor in
-            # the main process.
+            # tv_tensors are converted first, because torch's default_collate returns a tv_tensor in a worker and a
+            # plain tensor in the main process.
             batch = self.collate([plain_tensors(sample.data) if is_default else sample.data for sample in read])
             batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
@@ -230,7 +230,7 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
         try:
             yield from iterator
         except (ConnectionError, EOFError) as error:
-            # torch's message, if the pipe of a dead worker breaks before torch notices the death.
+            # The pipe of a dead worker may break before torch detects its death. The error then has torch's message.
             raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error}.") from error
         return
     while True:
@@ -243,17 +243,20 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore signals to the process group: the main process ends its workers after its state is saved."""
+    """Ignore signals to the process group, because the main process ends its workers after saving its state."""
     install_handler(signal.SIG_IGN)
 
 
 def end_workers() -> None:
-    """Kill workers at exit, because they ignore the SIGTERM of multiprocessing, which would wait for them forever."""
+    """Kill the workers at exit.
+
+    Workers ignore SIGTERM, so multiprocessing would wait for them forever.
+    """
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
 
 
 def as_batch(data: object) -> object:
-    """Return a batch with a pair as a tuple: collating and pinning return a list."""
+    """Return a batch with a pair as a tuple, because collating and pinning return a list."""
     return tuple(data) if type(data) is list else data

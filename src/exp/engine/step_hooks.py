@@ -308,8 +308,7 @@ class StepHooks(StepObserver):
                 hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
-        """Call a method of hooks and record the returned values. With phases, the phase's name is appended to the tags.
-        """
+        """Call a method of hooks and record the returned values. With phases, the phase's name is appended to the tags."""
         record, phase = self.record, self.turn.phase
         if record is None or not hooks:
             return

@@ -1,4 +1,4 @@
-"""Dtypes of sums and norms, so that half precision loses no digits and float64 stays float64."""
+"""Dtypes for sums and norms. Half precision is summed in float32, so that no digits are lost."""
 
 from __future__ import annotations
 

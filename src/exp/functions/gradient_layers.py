@@ -1,4 +1,4 @@
-"""Layers whose backward is not the derivative of their forward, for `layers` of a model."""
+"""Layers for YAML models with a backward that is not the derivative of their forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from exp.functions.identities import gradient_reversal
 
 
 class GradientReversal(nn.Module):
-    """The gradient reversal of functions/identities.py as a layer: layers before it maximize the loss after it.
+    """Layer that reverses the gradient, so that the layers before it maximize the loss of the layers after it.
 
     Args:
-        weight: The factor on the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495. 0 or more,
+        weight: The factor of the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495. 0 or more,
             default 1.
     """
 

@@ -1,4 +1,4 @@
-"""Identities that change the gradient: scale it, reverse it, or clip it by norm or by value.
+"""Functions that return their input, but change its gradient: they scale, reverse or clip it.
 
 The factor or limit is a number, or a 0-d tensor that may change between steps.
 """
@@ -18,7 +18,7 @@ Total = Callable[[Tensor], Tensor]
 
 
 class Context(Protocol):
-    """The context of a Function, with the values for its backward."""
+    """The context of an autograd Function, which stores values for the backward."""
 
     number: float | None
     total: Total | None
@@ -28,7 +28,10 @@ class Context(Protocol):
 
 
 def keep_number(ctx: Context, number: float | Tensor) -> None:
-    """Keep the number for the backward. A tensor is saved, so that changing it before the backward is an error."""
+    """Store a number in the context for the backward.
+
+    A tensor is saved with save_for_backward, so that autograd raises an error if it is changed before the backward.
+    """
     if isinstance(number, Tensor):
         ctx.save_for_backward(number)
         ctx.number = None
@@ -37,14 +40,18 @@ def keep_number(ctx: Context, number: float | Tensor) -> None:
 
 
 def kept_number(ctx: Context, gradient: Tensor) -> float | Tensor:
-    """Return the kept number, on the device of the gradient: layers may be on several devices."""
+    """Return the stored number.
+
+    A tensor is moved to the device of the gradient, because layers may be on several devices.
+    """
     return ctx.saved_tensors[0].to(gradient.device) if ctx.number is None else ctx.number
 
 
 class CopyWithNumber(torch.autograd.Function):
-    """Base of Functions that return a copy of x and use a number in the backward.
+    """Base class of Functions that return a copy of x, and use a number in the backward.
 
-    It is a copy because a later operation may work in place, which autograd refuses on a view made by a Function.
+    x is copied because a later operation may work in place. Autograd does not allow this on a view that a Function
+    returns.
     """
 
     generate_vmap_rule = True
@@ -59,7 +66,7 @@ class CopyWithNumber(torch.autograd.Function):
 
 
 class ScaleGradient(CopyWithNumber):
-    """Function that returns a copy of x, and factor times the gradient in the backward.
+    """Function that returns a copy of x, and multiplies the gradient by a factor in the backward.
 
     It supports double backward, torch.func and torch.compile.
     """
@@ -70,18 +77,18 @@ class ScaleGradient(CopyWithNumber):
 
 
 def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return x, `[...]`, with a gradient that is multiplied by factor.
+    """Return a copy of x, `[...]`, with a gradient that is multiplied by `factor`.
 
     Args:
         x: The tensor.
-        factor: A number or a 0-d tensor, which a compiled network reads at every call. It must not change between a
-            forward and its backward.
+        factor: A number or a 0-d tensor. A compiled network reads the tensor in every call. It must not change between
+            a forward pass and its backward pass.
     """
     return apply_function(ScaleGradient, x, factor)
 
 
 class GradientReversal(CopyWithNumber):
-    """Function that returns a copy of x, and -weight times the gradient in the backward.
+    """Function that returns a copy of x, and multiplies the gradient by -weight in the backward.
 
     Ganin and Lempitsky 2015, "Unsupervised Domain Adaptation by Backpropagation", arXiv:1409.7495, equations 15 and 16.
     It supports double backward, torch.func and torch.compile.
@@ -93,11 +100,11 @@ class GradientReversal(CopyWithNumber):
 
 
 def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
-    """Return x, `[...]`, with a gradient that is multiplied by -weight.
+    """Return a copy of x, `[...]`, with a gradient that is multiplied by -weight.
 
     Args:
         x: The tensor.
-        weight: A number or a 0-d tensor, see `scale_gradient`. Default 1.
+        weight: A number or a 0-d tensor; see `scale_gradient`. Default 1.
     """
     return apply_function(GradientReversal, x, weight)
 
@@ -105,16 +112,19 @@ def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
 def progressive_weight(progress: float) -> float:
     """Return a weight that grows during training from 0 to almost 1: 2 / (1 + exp(-10 * progress)) - 1.
 
-    Ganin and Lempitsky 2015, section 4, lambda_p. progress: p, from 0 to 1.
+    This is lambda_p of Ganin and Lempitsky 2015, section 4.
+
+    Args:
+        progress: The completed fraction of the training, p, from 0 to 1.
     """
-    # tanh(x / 2) is the same number and never overflows.
+    # tanh(5 p) equals this formula, and never overflows.
     return math.tanh(5 * progress)
 
 
 def clip_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
-    """Return the gradient, `[...]`, with each finite number clipped between -limit and limit.
+    """Return the gradient, `[...]`, with each finite number clipped to the range from -limit to limit.
 
-    Other numbers stay, so that the loss scale sees an overflow.
+    Infinite numbers and nan are not changed, so that the gradient scaler detects an overflow.
     """
     if isinstance(limit, Tensor):
         limit = limit.to(gradient.dtype)
@@ -123,15 +133,16 @@ def clip_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def norm_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """Return the factor, 0-d, by which a gradient of this 2-norm gets a norm of at most limit."""
+    """Return the factor, 0-d, that reduces a gradient with the 2-norm `norm` to a norm of at most `limit`."""
     return (limit / norm).clamp(max=1.0)
 
 
 class ClipGradientByNorm(torch.autograd.Function):
-    """Function that returns a copy of x, and the gradient times min(1, limit / its 2-norm) in the backward.
+    """Function that returns a copy of x, and reduces the 2-norm of the gradient to at most `limit` in the backward.
 
-    The norm is computed in float32 or float64. It supports double backward, torch.func and, if `total` is None,
-    torch.compile. It returns a copy for the reason given in CopyWithNumber.
+    The gradient is multiplied by min(1, limit / norm). The norm is computed in float32 or float64. The Function
+    supports double backward, torch.func and, if `total` is None, torch.compile. See CopyWithNumber for the reason of
+    the copy.
     """
 
     generate_vmap_rule = True
@@ -154,7 +165,7 @@ class ClipGradientByNorm(torch.autograd.Function):
 
 
 class ClipGradientByValue(CopyWithNumber):
-    """Function that returns a copy of x, and the gradient clipped by value in the backward."""
+    """Function that returns a copy of x, and clips the gradient by value in the backward."""
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
@@ -162,19 +173,19 @@ class ClipGradientByValue(CopyWithNumber):
 
 
 def clip_gradient_by_norm(x: Tensor, limit: float | Tensor, *, total: Total | None = None) -> Tensor:
-    """Return x, `[...]`, with a gradient whose 2-norm over all of x is at most limit.
+    """Return a copy of x, `[...]`, with a gradient that has a 2-norm of at most `limit` over all of x.
 
     Args:
         x: The tensor.
         limit: A number or a 0-d tensor, above 0.
-        total: Returns the sum over all processes that share the batch, given the square of this process's norm, 0-d.
-            None: a single process.
+        total: Returns the sum of a number over all processes that share the batch. It receives the squared norm on this
+            process, 0-d. None for a single process.
     """
     return apply_function(ClipGradientByNorm, x, limit, total)
 
 
 def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
-    """Return x, `[...]`, with a gradient that is clipped between -limit and limit.
+    """Return a copy of x, `[...]`, with a gradient that is clipped to the range from -limit to limit.
 
     Args:
         x: The tensor.
@@ -184,6 +195,9 @@ def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    """Return the output of a Function with one output, which is untyped in torch."""
+    """Return the output of an autograd Function with one output.
+
+    It adds the type that torch's `apply` does not declare.
+    """
     result: Tensor = function.apply(*arguments)
     return result

@@ -1,6 +1,7 @@
-"""Adversarial losses of a discriminator and a generator, from scores of real and generated samples.
+"""Adversarial losses of a discriminator and a generator, computed from scores of real and generated samples.
 
-D is the discriminator's score without a sigmoid, high for samples it considers real; x is real and x~ generated.
+D is the discriminator's score without a sigmoid; it is high for samples that the discriminator classifies as real.
+x is a real sample, and x~ a generated sample.
 
     loss             discriminator                              generator
     non_saturating   E softplus(-D(x)) + E softplus(D(x~))      E softplus(-D(x~))      Goodfellow et al. 2014
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 Adversarial = Literal["non_saturating", "hinge", "wasserstein", "least_squares"]
 Formula = Callable[[Tensor], Tensor]
 
-# For each loss: the discriminator's loss of a real and of a generated sample, and the generator's of a generated one.
+# Three functions of a score for each loss: the discriminator's loss of a real sample, the discriminator's loss of a
+# generated sample, and the generator's loss of a generated sample.
 FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
     "non_saturating": (lambda real: softplus(-real), softplus, lambda fake: softplus(-fake)),
     "hinge": (lambda real: relu(1 - real), lambda fake: relu(1 + fake), lambda fake: -fake),
@@ -43,11 +45,11 @@ FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
 
 
 class DiscriminatorLoss(AbstractTerm):
-    """The discriminator's loss: the mean over real samples plus the mean over generated ones.
+    """The discriminator's loss: the mean over real samples plus the mean over generated samples.
 
     Args:
-        weight: The factor in the sum, default 1.
-        loss: A row of the table above.
+        weight: The factor of this term in the objective, default 1.
+        loss: A loss in the table of this module, default `non_saturating`.
         real: The name of the scores of real samples, `[B, ...]`.
         fake: The name of the scores of generated samples, `[B, ...]`.
     """
@@ -76,9 +78,9 @@ class GeneratorLoss(AbstractTerm):
     """The generator's loss: the mean over generated samples.
 
     Args:
-        weight: The factor in the sum, default 1.
-        loss: A row of the table above.
-        fake: The name of their scores, `[B, ...]`.
+        weight: The factor of this term in the objective, default 1.
+        loss: A loss in the table of this module, default `non_saturating`.
+        fake: The name of the scores of generated samples, `[B, ...]`.
     """
 
     selects = ("fake",)

@@ -1,4 +1,4 @@
-"""Consistency of two forward passes of a batch under dropout and noise."""
+"""Consistency loss: two forward passes of a batch should agree under dropout and noise."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Distance = Literal["mse", "kl"]
 
 
 class Consistency(AbstractTerm):
-    """The distance between two forward passes of the network with different random numbers.
+    """The distance between the outputs of two forward passes with different random numbers.
 
     `mse`: the mean squared difference of the probabilities, (1/BC) sum || softmax(z1) - softmax(z2) ||^2.
         Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.
     `kl`: half the sum of the two Kullback-Leibler divergences, (KL(p1 || p2) + KL(p2 || p1)) / 2.
         Wu et al. 2021, "R-Drop: Regularized Dropout for Neural Networks", arXiv:2106.14448, equation 2.
 
-    The other terms use the first pass. In evaluation dropout is off, and the term is 0.
+    The other terms of the objective use the first pass. In evaluation, dropout is off, and this term is 0.
 
     Args:
-        weight: The factor in the sum, default 1.
-        output: The scores to compare, `[..., V]`.
+        weight: The factor of this term in the objective, default 1.
+        output: The name of the scores to compare, `[..., V]`.
         distance: `mse` (default) or `kl`.
     """
 

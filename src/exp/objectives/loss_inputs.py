@@ -1,6 +1,9 @@
-"""Inputs of a loss: values by name, in full precision, with the shape and dtype that the loss needs.
+"""Selection of a loss's inputs by name.
 
-torch broadcasts [B, 1] and [B] to [B, B] and trains on nonsense. Here that is an error.
+Inputs are converted to full precision, and their shapes and dtypes are checked.
+
+torch would broadcast [B, 1] and [B] to [B, B], and the training would be meaningless. This module raises an error
+instead.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from exp.errors import RunError
 from exp.shared_types import dtype_name
 from exp.spelling import did_you_mean
 
-# The values of a step by name: `output`, `target`, `input`, and the names of the network and the batch.
+# The values of a step by name: `output`, `target`, `input`, and the names that the network and the batch return.
 Values = Mapping[str, Any]
 HALF = (torch.float16, torch.bfloat16)
-# Losses that compare element by element.
+# Losses that compare output and target element by element.
 ELEMENTWISE = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
     *(nn.GaussianNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss, nn.HingeEmbeddingLoss),
@@ -26,7 +29,13 @@ ELEMENTWISE = (
 
 
 def pick(values: Values, name: str, role: str) -> Tensor:
-    """Return the tensor of a name, or raise RunError with the known names and the nearest one."""
+    """Return the tensor with a name. Raise RunError if there is none; the message proposes the closest name.
+
+    Args:
+        values: The values of the step by name.
+        name: The name.
+        role: The use of the tensor, for the message, such as "output".
+    """
     if name in values:
         value = values[name]
         if type(value) is Tensor or isinstance(value, Tensor):  # the first takes a third of the time
@@ -38,14 +47,21 @@ def pick(values: Values, name: str, role: str) -> Tensor:
 
 
 def unknown_value(reader: str, name: str, known: Iterable[str], *, fix: str | None = None) -> str:
-    """Return the message of a name that no value has."""
+    """Return the error message for a name that no value has.
+
+    Args:
+        reader: The reader of the value, for the message.
+        name: The unknown name.
+        known: The names of all values.
+        fix: An additional fix.
+    """
     names = sorted(known)
     text = f"{reader} is {name!r}, which neither network nor batch gives; there are {', '.join(names)}."
     return " ".join(filter(None, [text, did_you_mean(name, names), fix]))
 
 
 def names_of_values(inputs: Mapping[str, str] | None, *, output: str, target: str) -> dict[str, str]:
-    """Return the names of the values that a loss or a metric reads, by their keys below its node."""
+    """Return the names of the values that a loss or a metric reads, by config key below its section."""
     if inputs is not None:
         return {f"inputs.{parameter}": name for parameter, name in inputs.items()}
     return {"output": output, "target": target}
@@ -57,7 +73,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-    """Return the target of an elementwise loss in the output's dtype, or raise RunError if the shapes differ."""
+    """Return the target of an elementwise loss in the output's dtype. Raise RunError if the shapes differ."""
     if output.shape != target.shape:
         raise RunError(
             f"{type(loss).__name__} compares element by element: the output is {list(output.shape)}, the target "
@@ -67,7 +83,7 @@ def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
 
 
 def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> None:
-    """Raise RunError unless the output is `[..., V]` and the target `[...]` with integer class numbers."""
+    """Raise RunError unless the output is `[..., V]` and the target is `[...]` with integer class numbers."""
     name = type(loss).__name__
     if output.dim() < 2 or output.shape[:-1] != target.shape:
         raise RunError(

@@ -1,6 +1,7 @@
-"""Measures: a metric with the values that it compares and the names of its numbers.
+"""Metrics, together with the values they compare and the names of the numbers they return.
 
-Private of torchmetrics (1.9), and tested: `_update_count`, `_reductions` and `_defaults`.
+This module uses private names of torchmetrics (1.9), and tests cover them: `_update_count`, `_reductions` and
+`_defaults`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from exp.objectives.metrics import AUROC, in_order
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
 
-# Metrics of torchmetrics that take probabilities or turn scores into them, with the losses that do the same.
+# Metrics of torchmetrics that take probabilities or convert scores to probabilities. SCORES pairs them with the losses
+# that apply the same conversion, a softmax or a sigmoid.
 OF_CLASSES = (
     classification.MulticlassPrecisionRecallCurve,
     classification.MulticlassCalibrationError,
@@ -41,7 +43,7 @@ SCORES = (
     *((OF_CLASSES, loss) for loss in (CrossEntropy, NLL, nn.CrossEntropyLoss, nn.NLLLoss)),
     *((OF_ANSWERS, loss) for loss in (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)),
 )
-# Metrics among them that depend only on the order of the probabilities.
+# The metrics of OF_CLASSES and OF_ANSWERS that depend only on the order of the probabilities.
 OF_CLASSES_BY_ORDER = (
     *(classification.MulticlassAUROC, classification.MulticlassAveragePrecision, classification.MulticlassLogAUC),
     classification.MulticlassEER,
@@ -59,25 +61,26 @@ ENTRIES = "one number, or as many each time: a vector, a mapping or a tuple of t
 
 
 class EntryError(RunError):
-    """A metric whose value is neither a number nor entries that are numbers."""
+    """A metric returns a value that is neither a number nor a collection of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A metric with the values that it compares.
+    """A metric, and the names of the values that it compares.
 
     Args:
         name: The name in the config.
-        metric: A metric of torchmetrics' classes.
-        output: `output`, or a name in the mapping of the network or the data set.
-        target: `target`, or such a name.
-        inputs: For a metric of other values, instead of output and target: parameters of its update to names of
-            values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
-        are_scores: Whether the outputs are scores, which exp turns into probabilities. torchmetrics guesses per batch:
-            a small batch with all scores between 0 and 1 would count as probabilities.
+        metric: A metric of torchmetrics.
+        output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
+        target: The name of the target: `target`, or a name in the mapping that the network or the data set returns.
+        inputs: The values of a metric that does not take (output, target): a mapping of its update's parameters to
+            names of values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
+        are_scores: Whether outputs are scores, which exp converts to probabilities. Without this conversion,
+            torchmetrics decides for each batch: a small batch with all scores between 0 and 1 would count as
+            probabilities.
 
     Raises:
-        ValueError: For inputs together with output or target.
+        ValueError: `inputs` is set together with `output` or `target`.
     """
 
     name: str
@@ -93,12 +96,12 @@ class Measure:
 
     @property
     def key(self) -> str:
-        """The key of its node in the config."""
+        """The config key of this metric."""
         return f"metrics.{self.name}"
 
     @property
     def is_known(self) -> bool:
-        """True if all its parts are metrics of a library."""
+        """Whether the metric and all metrics in it are classes of a library, not of the user."""
         return all(
             isinstance(part, Metric | MetricCollection) and type(part).__module__.partition(".")[0] in LIBRARIES
             for part in self.metric.modules()
@@ -106,23 +109,23 @@ class Measure:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names of the values that it reads, by their keys below its node, for the check."""
+        """The names of the values that the metric reads, by config key below its section."""
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     @property
     def parts(self) -> Iterator[tuple[str, Metric]]:
-        """The metrics with states in it, by path. Its own path is empty."""
+        """The metrics with states, by path. A collection contains several. The path of the metric itself is empty."""
         yield from ((path, part) for path, part in self.metric.named_modules() if isinstance(part, Metric))
 
     def clone(self) -> Measure:
-        """Return a copy with its own states, reset to no batch."""
+        """Return a copy with empty states."""
         return replace(self, metric=self.metric.clone())
 
     def read(self, values: Values) -> dict[str, object]:
-        """Return its values by name, detached.
+        """Return the values that the metric needs by name, detached.
 
         Raises:
-            RunError: If there is no value of a name, with the known names and the nearest one.
+            RunError: A value does not exist. The message proposes the closest name.
         """
         for key, name in self.names.items():
             if name not in values:
@@ -131,14 +134,14 @@ class Measure:
         return {name: map_tensors(values[name], Tensor.detach) for name in self.names.values()}
 
     def update(self, read: Mapping[str, object]) -> None:
-        """Add a batch. torchmetrics' sums are float64 for any precision of the network.
+        """Add a batch to the metric. The sums of torchmetrics are float64 for every precision of the network.
 
         Args:
-            read: The values returned by `read`.
+            read: The values that `read` returned.
 
         Raises:
-            RunError: If the metric refuses the values.
-            UserCodeError: If a user's own metric fails.
+            RunError: The metric rejects the values.
+            UserCodeError: A user's metric fails.
         """
         given = {name: map_tensors(read[name], _double if self.is_doubled else full) for name in self.names.values()}
         device = next((value.device.type for value in given.values() if isinstance(value, Tensor)), "cpu")
@@ -174,7 +177,10 @@ class Measure:
 
     @cached_property
     def is_doubled(self) -> bool:
-        """True if it is given float64: metrics of torchmetrics that sum or sort and do not only count classes."""
+        """Whether the metric receives float64 values.
+
+        This is true for metrics of torchmetrics that sum or sort, and do not only count classes.
+        """
         held = [state for _, part in self.parts for state in part.metric_state.values()]
         sums = any(isinstance(state, list) or state.is_floating_point() for state in held)
         is_theirs = all(type(part).__module__.startswith("torchmetrics") for _, part in self.parts)
@@ -182,7 +188,11 @@ class Measure:
 
     @cached_property
     def _ranks(self) -> tuple[type[Metric], ...] | None:
-        """The classes of its parts, if all depend only on the order of the outputs. Else None."""
+        """The metric classes that depend only on the order of the outputs, if this metric is one of them.
+
+        The value is OF_CLASSES_BY_ORDER or OF_ANSWERS_BY_ORDER, otherwise None. For a collection, all metrics in it
+        must be in the same tuple.
+        """
         kinds = [part for _, part in self.parts if isinstance(part, (*OF_CLASSES, *OF_ANSWERS))]
         for ranked in (OF_CLASSES_BY_ORDER, OF_ANSWERS_BY_ORDER):
             if kinds and all(isinstance(part, ranked) and getattr(part, "thresholds", None) is None for part in kinds):
@@ -190,14 +200,14 @@ class Measure:
         return None
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the numbers over all ranks, 0-d, by the names of their entries. A single number has an empty name.
+        """Return the results over all ranks, 0-d, by name; see entries_of. The name of a single number is empty.
 
-        Every rank must call it.
+        Every rank must call this method.
 
         Raises:
-            EntryError: If the value is something else than numbers.
-            RunError: If the metric refuses to compute.
-            UserCodeError: If a user's own metric fails.
+            EntryError: The metric returns something other than numbers.
+            RunError: The metric cannot compute its value.
+            UserCodeError: A user's metric fails.
         """
         with _named_errors(self, "compute"):
             fill_empty_states(self)
@@ -209,28 +219,36 @@ class Measure:
             raise EntryError(f"{got}; expected {ENTRIES}") from error
 
     def states(self) -> dict[str, State]:
-        """Return copies of its states over all ranks, by path and name. Every rank must call it.
+        """Return copies of the states, combined over all ranks, by path and name. Every rank must call this method.
 
-        A state that torchmetrics neither adds nor concatenates has one entry per rank, `[ranks, ...]`.
+        If torchmetrics neither adds nor concatenates a state, the copy has one element for each rank, `[ranks, ...]`.
         """
         fill_empty_states(self)
         found = {}
         for path, part in self.parts:
             with part.sync_context():
-                # Copies: synced states are reset afterwards, and other states change with the next batch.
+                # The states are copied, because torchmetrics resets synced states, and other states change with the
+                # next batch.
                 found.update({_join(path, name): _copy(state) for name, state in part.metric_state.items()})
         return found
 
     def restore(self, states: Mapping[str, State], *, rank: int, ranks: int) -> None:
-        """Continue from `states`: rank 0 from those of all ranks, the others from empty states.
+        """Restore saved states.
+
+        Rank 0 continues from the combined states, and the other ranks start with empty states.
 
         States that torchmetrics does not combine are restored on each rank.
 
+        Args:
+            states: The states that `states` returned.
+            rank: The rank.
+            ranks: The number of ranks.
+
         Raises:
-            RunError: If the number of ranks has changed.
+            RunError: The number of ranks has changed, and a state is not combined over ranks.
         """
         for path, part in self.parts:
-            # First, so that the restored states have the dtypes of the other ranks.
+            # The metric is converted first, so that its restored states have the same dtypes on all ranks.
             self._double_states(part.device)
             own: dict[str, State] = {
                 name: states[_join(path, name)] for name in part.metric_state if _join(path, name) in states
@@ -245,7 +263,8 @@ class Measure:
                 if rank == 0 or name in apart:
                     is_list = isinstance(part.metric_state[name], list)
                     setattr(part, name, [state] if is_list and isinstance(state, Tensor) else state)
-                    # Otherwise compute warns that update was never called. There is no public way (seen in 1.9).
+                    # Without this count, compute warns that update was never called. torchmetrics has no public way to
+                    # set it (seen in 1.9).
                     part._update_count = 1
 
     def _own_share(self, part: Metric, name: str, state: Tensor, *, rank: int, ranks: int) -> Tensor:
@@ -262,14 +281,14 @@ class Measure:
 
 
 def as_measure(name: str, metric: Measure | Metric | MetricCollection) -> Measure:
-    """Return a measure. A bare metric compares the output with the target."""
+    """Return a metric as a Measure. A metric without names compares `output` with `target`."""
     return metric if isinstance(metric, Measure) else Measure(name=name, metric=metric)
 
 
 def as_scored(measure: Measure, objective: Objective) -> Measure:
-    """Return the measure with are_scores set if a loss of the same output applies a softmax or sigmoid.
+    """Return the measure with are_scores=True if a loss of the same output applies a softmax or sigmoid to it.
 
-    For other outputs torchmetrics decides per batch.
+    For other outputs, torchmetrics decides for each batch whether they are scores.
     """
     parts = [part for _, part in measure.parts]
     losses = tuple(loss for kinds, loss in SCORES if any(isinstance(part, kinds) for part in parts))
@@ -281,13 +300,13 @@ def as_scored(measure: Measure, objective: Objective) -> Measure:
 
 
 def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the numbers of a metric's value with the names of their entries.
+    """Yield the numbers in a metric's value with their names.
 
-    A single number has an empty name. Numbers of a vector are called 0, 1, 2 and so on, those of a mapping by its keys,
-    those of a tuple by their indices. Vectors in a mapping or a tuple have both: `recall/3`.
+    A single number has an empty name. The names are 0, 1, 2 and so on in a vector or a tuple, and the keys in a
+    mapping. The numbers of a vector in a mapping or a tuple have both names: `recall/3`.
 
     Raises:
-        EntryError: For a matrix, and for a value that is not a number.
+        EntryError: The value contains a matrix, or something other than numbers.
     """
     if isinstance(value, bool | int | float):
         value = torch.tensor(value)
@@ -308,15 +327,24 @@ def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def entry_tag(name: str, stage: str, entry: str) -> str:
-    """Return the tag of one number of a metric. entry: empty for a single number."""
+    """Return the TensorBoard tag of a number of a metric.
+
+    Args:
+        name: The name of the metric.
+        stage: The stage.
+        entry: The name of the number; empty if the metric returns a single number.
+    """
     return f"{name}/{stage}/{entry}" if entry else f"{name}/{stage}"
 
 
 def fill_empty_states(measure: Measure) -> None:
-    """Give a rank without samples states with the shapes and dtypes of the others. Every rank must call it.
+    """Give a rank without samples empty states with the shapes and dtypes of the other ranks.
 
-    torchmetrics gathers states without a check. Empty states have other axes and dtypes than those of a batch, as has
-    its own stand-in for an empty list (seen in 1.9). The ranks would hang, read garbage or abort.
+    Every rank must call this.
+
+    torchmetrics gathers states without comparing them. An initial state has other axes and dtypes than the state after
+    a batch, and so does torchmetrics' placeholder for an empty list (seen in 1.9). The ranks would hang, read garbage
+    or abort.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -339,7 +367,7 @@ def fill_empty_states(measure: Measure) -> None:
 
 
 def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return the shape and dtype of a state, or of the first one in a list. None for an empty list."""
+    """Return the shape and dtype of a state, or of the first tensor in a list; None for an empty list."""
     if isinstance(state, Tensor):
         return tuple(state.shape), state.dtype
     return _form(state[0]) if state else None
@@ -347,7 +375,10 @@ def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
 
 @contextmanager
 def _named_errors(measure: Measure, doing: str) -> Iterator[None]:
-    """Raise the errors of a library's metric, and a StopIteration of any metric, with the key of the metric."""
+    """Convert errors of a library's metric to RunError, and StopIteration of any metric to UserCodeError.
+
+    Both name the metric.
+    """
     try:
         yield
     except ExpError:

@@ -1,4 +1,4 @@
-"""Metrics of scores with the classes on the last axis, and metrics that torchmetrics lacks."""
+"""Metrics of scores with the classes on the last axis, and metrics that torchmetrics does not have."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ class AUROC(MulticlassAUROC):
     """torchmetrics' MulticlassAUROC of scores or probabilities `[..., V]` against class numbers `[...]`.
 
     Args:
-        thresholds: None is exact and keeps 8 * (V + 1) bytes per sample until the stage ends. A number approximates
-            with that many thresholds in constant memory.
+        thresholds: The number of thresholds of an approximation in constant memory. None computes the exact value, and
+            needs 8 * (V + 1) bytes per sample until the stage ends.
     """
 
     def update(self, output: Tensor, target: Tensor, *, are_scores: bool = False) -> None:
-        """Add a batch. are_scores: if false, outputs that are all between 0 and 1 are probabilities."""
+        """Add a batch.
+
+        Args:
+            output: The scores or probabilities, `[..., V]`.
+            target: The class numbers, `[...]`.
+            are_scores: Whether outputs are always scores. If False, outputs are probabilities if all are between 0 and
+                1.
+        """
         rows, classes = _rows(self, output, target)
         if self.thresholds is None:
             rows = in_order(rows, axis=-1, are_scores=are_scores)
@@ -46,9 +53,10 @@ class AUROC(MulticlassAUROC):
 
 
 class R2(Metric):
-    """Coefficient of determination of outputs and targets `[B]` or `[B, D]`; the mean over D.
+    """Coefficient of determination of outputs and targets `[B]` or `[B, D]`. The result is the mean over D.
 
-    The sums are of deviations from one of the targets, in float64: squares of large targets would lose the deviations.
+    The metric sums deviations from one of the targets, in float64, because sums of squares of large targets would lose
+    the deviations to rounding.
     """
 
     full_state_update = False
@@ -63,7 +71,7 @@ class R2(Metric):
         self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_join_moments)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Add a batch. Raise ValueError for other shapes."""
+        """Add a batch. Raise ValueError unless both shapes are `[B]` or both are `[B, D]`."""
         if output.shape != target.shape or output.dim() not in (1, 2):
             raise ValueError(f"R2 takes [B] or [B, D] of both, and got {list(output.shape)} and {list(target.shape)}")
         dtype = summing_dtype(target.device)
@@ -74,7 +82,10 @@ class R2(Metric):
         self.moments = _join_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
 
     def compute(self) -> Tensor:
-        """Return the mean over outputs, 0-d. If all targets are equal, it is 1 for exact outputs and 0 for others."""
+        """Return the mean over outputs, 0-d.
+
+        If all targets are equal, the value of an output is 1 if it is exact, otherwise 0.
+        """
         count, _, first, second, residual = self.moments
         if count[0] < 2:
             raise ValueError("R2 needs two samples or more")
@@ -83,7 +94,11 @@ class R2(Metric):
 
 
 def _join_moments(moments: Tensor) -> Tensor:
-    """Return the moments of R2 over several sets of samples, `[5, D]`, given those of each set, `[R, 5, D]`."""
+    """Return the moments of R2 over all sets of samples, `[5, D]`.
+
+    Args:
+        moments: The moments of each of R sets, `[R, 5, D]`.
+    """
     counts, origins, firsts, seconds, residuals = moments.unbind(1)
     origin = origins[counts[:, 0].argmax()]
     away = torch.where(counts > 0, origins - origin, 0.0)
@@ -93,10 +108,10 @@ def _join_moments(moments: Tensor) -> Tensor:
 
 
 class BitsPerCharacter(Metric):
-    """Mean cross entropy in bits of scores `[..., V]` against class numbers `[...]`: log2 of the perplexity.
+    """Mean cross entropy in bits of scores `[..., V]` against class numbers `[...]`. It is log2 of the perplexity.
 
     Args:
-        ignore_index: A class number to ignore, default -100.
+        ignore_index: The class number to ignore, default -100.
     """
 
     full_state_update = False
@@ -139,25 +154,28 @@ def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tenso
 
 
 def in_order(output: Tensor, *, axis: int | None, are_scores: bool = False) -> Tensor:
-    """Return numbers between 0 and 1 in the order of the probabilities. A softmax or sigmoid would saturate.
+    """Return numbers between 0 and 1 that have the same order as the probabilities.
+
+    A softmax or sigmoid would round large scores to 1, and lose their order.
 
     Args:
-        output: Scores of any size, or probabilities.
-        axis: The axis of classes that share a softmax. None: a sigmoid for each score.
-        are_scores: If false, outputs that are all between 0 and 1 are probabilities, as in torchmetrics.
+        output: Scores, or probabilities.
+        axis: The axis of the classes for a softmax; None for a sigmoid of each score.
+        are_scores: Whether outputs are always scores. If False, outputs are probabilities if all are between 0 and 1,
+            as in torchmetrics.
     """
     values = output.to(summing_dtype(output.device))
     odds = values if axis is None else values - _log_of_others(values, axis)
     if not are_scores:
         odds = torch.where(((values >= 0) & (values <= 1)).all(), values.logit(), odds)
-    # The bits of floats, read as integers, have the order of the floats.
+    # The bits of floats, interpreted as integers, have the same order as the floats.
     bits = odds.view(torch.int64 if odds.dtype == torch.float64 else torch.int32)
     sizes = bits & torch.iinfo(bits.dtype).max
     return 0.5 + torch.where(bits < 0, -sizes, sizes).to(odds.dtype) / 2.0 ** (8 * bits.element_size())
 
 
 def _log_of_others(scores: Tensor, axis: int) -> Tensor:
-    """Return, for each class, the logarithm of the sum of the exponentials of the other classes' scores."""
+    """Return, for each class, the log-sum-exp of the scores of all other classes."""
     scores = scores.movedim(axis, -1)
     nothing = torch.full_like(scores[..., :1], -math.inf)
     before = torch.cat([nothing, scores[..., :-1].logcumsumexp(-1)], -1)

@@ -1,8 +1,8 @@
 """The objective: a weighted sum of named terms. Its value is the loss that the network is trained on.
 
-A cross entropy with class weights or ignored targets divides by the weights of its targets. If each rank divided by its
-own weights, the loss would differ from that of one process. Such a mean is therefore weighted by its divisor, over
-ranks and over the batches of a stage.
+A cross entropy with class weights or ignored targets divides by the total weight of its targets. If each rank divided
+by its own total weight, the mean over ranks would differ from the loss of a single process. Such a mean is therefore
+weighted by its divisor, over ranks and over the batches of a stage.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from exp.spelling import did_you_mean
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# A mean, 0-d, and the divisor of its sum.
+# A mean, 0-d, and the divisor of the sum in the mean.
 Mean = tuple[Tensor, Tensor | float]
-# Losses that may divide by something else than the number of targets.
+# Losses that may divide by the weight of targets instead of their number.
 ByWeight = CrossEntropy | NLL | nn.CrossEntropyLoss | nn.NLLLoss
 
 
 class Term(AbstractTerm):
-    """A loss of one output of the network against one target.
+    """A loss that compares one output of the network with one target.
 
     Args:
-        loss: A module called with (output, target) that returns a 0-d tensor, such as torch.nn.MSELoss. If it declares
-            `needs` (objectives/term.py), it is called with (output, target, passes).
-        weight: The factor in the sum, default 1.
-        output: The value to compare: `output`, or a name in the mapping of the network or the data set.
-        target: The value to compare it with, `target` by default.
-        inputs: For a loss of other values, instead of output and target: parameters of its forward to names of values,
-            such as {input: mean, target: target, var: variance} for torch.nn.GaussianNLLLoss.
+        loss: A module that is called with (output, target) and returns a 0-d tensor, such as torch.nn.MSELoss. If the
+            module declares `needs` (objectives/term.py), it is called with (output, target, passes).
+        weight: The factor of this term in the objective, default 1.
+        output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
+        target: The name of the target, default `target`.
+        inputs: The values of a loss that does not take (output, target): a mapping of its forward's parameters to names
+            of values, such as {input: mean, target: target, var: variance} for torch.nn.GaussianNLLLoss.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Term(AbstractTerm):
         parameters = inspect.signature(loss.forward).parameters.values()
         required = [one.name for one in parameters if one.default is one.empty]
         if inputs is not None and len(required) == 2 and inputs.keys() == set(required):
-            # By name or by position, it is a loss of an output and a target.
+            # A loss with two required parameters is called with (output, target), by position.
             output, target = (inputs[parameter] for parameter in required)
             inputs = None
         self.loss = loss
         self.inputs = None if inputs is None else dict(inputs)
         self.output = output
         self.target = target
-        # Once: isinstance with a dozen classes takes as long as a small operator.
+        # The result is stored, because isinstance with a dozen classes takes as long as a small operator.
         self._is_elementwise = isinstance(loss, ELEMENTWISE)
         self._is_by_weight = self.inputs is None and counts_by_weight(loss)
         self._is_weighed = self._is_by_weight or hasattr(loss, "divisor")
@@ -83,9 +83,10 @@ class Term(AbstractTerm):
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """Return what the loss's own `divisor` returns, or the divisor of torch's losses.
+        """Return the divisor of the mean over these values: of the loss's method `divisor`, or of a loss of torch.
 
-        `divisor` is called like the loss. Before the forward of a step, the network's values are None.
+        The loss's method `divisor` is called with the same arguments as the loss. Before the forward pass, the values
+        of the network are None.
         """
         given = self._arguments(values, is_partial=True)
         target = given.get("target")
@@ -95,7 +96,7 @@ class Term(AbstractTerm):
         if self._is_weighed:
             divisor = cast("Callable[..., Tensor | float]", self.loss.divisor)
             return divisor(*given.values()) if self.inputs is None else divisor(**given)
-        # Batches of texts may differ in their lengths.
+        # The number of targets in a batch may vary, for example with the length of texts.
         is_by_number = isinstance(self.loss, (*ELEMENTWISE, CrossEntropy, NLL)) and self.loss.reduction == "mean"
         return float(target.numel()) if is_by_number and target is not None else None
 
@@ -108,10 +109,10 @@ class Term(AbstractTerm):
         return counted_mean(cast(ByWeight, module), output, full(pick(values, self.target, "target")))
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the unweighted loss, 0-d, in float32 (float64 if the output is float64).
+        """Return the unweighted loss, 0-d, in float32, or in float64 if the output is float64.
 
         Raises:
-            RunError: If a value is missing, a shape does not fit, or the loss is not one number.
+            RunError: A value does not exist, a shape does not match, or the loss is not a single number.
         """
         if self._is_by_weight:
             return self.weigh(values)[0]
@@ -128,7 +129,12 @@ class Term(AbstractTerm):
         return loss
 
     def _arguments(self, values: Values, *, is_partial: bool = False) -> dict[str, Tensor | None]:
-        """Return the arguments of the loss by parameter. is_partial: a missing value is None instead of an error."""
+        """Return the arguments of the loss by parameter.
+
+        Args:
+            values: The values of the step by name.
+            is_partial: Whether a value that does not exist is None. Otherwise it is an error.
+        """
         inputs = {"output": self.output, "target": self.target} if self.inputs is None else self.inputs
         found = {
             parameter: None if is_partial and name not in values else full(pick(values, name, parameter))
@@ -142,19 +148,19 @@ class Term(AbstractTerm):
 
 
 class Objective(nn.Module):
-    """The weighted sum of terms, computed in full precision for any precision of the network.
+    """The weighted sum of terms, computed in full precision for every precision of the network.
 
     Args:
-        terms: Terms by name. A bare loss module becomes a term of weight 1. The names are those of the tags
+        terms: The terms by name. A loss module becomes a term of weight 1. The names appear in the TensorBoard tags
             `loss/<stage>/<term>`.
 
     Attributes:
-        needs: The needs of all terms, words of NEEDS in objectives/term.py.
-        weighed: Names of the terms that divide by their `divisor` instead of the number of samples.
+        needs: The needs of all terms; see NEEDS in objectives/term.py.
+        weighed: The names of the terms that divide by their `divisor` instead of the number of samples.
 
     Raises:
-        RunError: If there is no term.
-        ConfigError: If a loss is not a mean over samples, or a need is unknown.
+        RunError: There is no term.
+        ConfigError: A loss is not a mean over samples, or a need is unknown.
     """
 
     needs: frozenset[str]
@@ -163,9 +169,10 @@ class Objective(nn.Module):
         super().__init__()
         if not terms:
             raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
-        # A plain mapping: an nn.ModuleDict refuses names such as `update` and is slow to read. The list registers them.
+        # A plain mapping, because an nn.ModuleDict rejects names such as `update` and is slow. The ModuleList registers
+        # the terms.
         self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
-        # The config keys of the losses: a bare loss is the whole node of its term.
+        # The config key of each term's loss. A loss without a Term has the key of the term itself.
         self.loss_keys = {
             name: f"objective.{name}.loss" if terms[name] is term else f"objective.{name}"
             for name, term in self.terms.items()
@@ -189,16 +196,16 @@ class Objective(nn.Module):
 
     @property
     def differentiated_twice(self) -> list[str]:
-        """Names of the terms that contain a gradient, which is differentiated again."""
+        """The names of the terms that contain a gradient, so that their backward differentiates a gradient."""
         return [name for name, needs in self._needs.items() if needs & TWICE]
 
     def means(self, values: Values, parts: Mapping[str, Tensor], *, size: int) -> list[Mean]:
-        """Return the mean and the divisor of each term for a batch that is not shared with other ranks.
+        """Return the mean and the divisor of each term, for a batch that is not divided among ranks.
 
         Args:
-            values: The values of the last call.
-            parts: Each term's loss of that call.
-            size: The samples of the batch.
+            values: The values of the last call of the objective.
+            parts: The unweighted loss of each term in that call.
+            size: The number of samples in the batch.
         """
         found: list[Mean] = []
         for name, term in self.terms.items():
@@ -207,7 +214,10 @@ class Objective(nn.Module):
         return found
 
     def own_means(self, batch: Batch) -> list[Mean]:
-        """Return the means of the last call over this rank's share of a batch. A stand-in sample counts as 0."""
+        """Return the mean and divisor of each term over this rank's samples in the last call.
+
+        For a placeholder sample on a rank without samples, both are 0.
+        """
         if not batch.size:
             return [(torch.zeros_like(mean), 0.0) for mean in self._own.values()]
         return [(mean, self._divisors.get(name, batch.size)) for name, mean in self._own.items()]
@@ -215,15 +225,18 @@ class Objective(nn.Module):
     def step_weights(
         self, batches: Sequence[Batch], named: Callable[[object], Values], *, device: torch.device
     ) -> StepWeights:
-        """Return the divisors of a step over micro-batches, before its first forward. Every rank must call it.
+        """Return the divisors of an optimizer step over several micro-batches, before the first forward pass.
+
+        Every rank must call this method.
 
         Args:
-            batches: This rank's shares of the micro-batches.
-            named: Returns the values of a batch's data by name, on the device. Called only with weighed terms.
+            batches: This rank's samples of each micro-batch.
+            named: Returns the values of a batch's data by name, on the device. It is called only if there are weighed
+                terms.
             device: The device.
 
         Raises:
-            ConfigError: If a divisor needs the network's output.
+            ConfigError: A divisor needs the network's output.
         """
         size = sum(batch.global_size for batch in batches) / len(batches)
         if not self.weighed:
@@ -238,10 +251,13 @@ class Objective(nn.Module):
         return StepWeights(len(batches), size, dict(zip(names, means.unbind(), strict=True)))
 
     def known_divisors(self, values: Values) -> dict[str, Tensor | float]:
-        """Return the divisors of the weighed terms, given the values of a batch without the network's output.
+        """Return the divisors of the weighed terms before the forward pass.
+
+        Args:
+            values: The values of a batch by name, without the network's output.
 
         Raises:
-            ConfigError: If a divisor needs the network's output.
+            ConfigError: A divisor needs the network's output.
         """
         found: dict[str, Tensor | float] = {}
         for name in self.weighed:
@@ -255,10 +271,10 @@ class Objective(nn.Module):
         return found
 
     def only(self, names: Collection[str]) -> Objective:
-        """Return the sum of some of the terms, in the order of this objective, with the same modules.
+        """Return an objective with some of the terms, in the same order and with the same modules.
 
         Raises:
-            RunError: If a name is unknown.
+            RunError: A name is unknown.
         """
         for name in names:
             if name not in self.terms:
@@ -269,24 +285,24 @@ class Objective(nn.Module):
     def forward(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its parts.
+        """Return the loss, and the loss of each term.
 
         Args:
-            values: `output`, `target`, and the names of the network and the batch.
-            batch: The share that the values belong to. If other ranks hold the rest of the batch, the mean over ranks,
-                weighted by their samples, is the loss of the whole batch. Every rank must call it then.
-            passes: More passes and gradients of the step, for terms with `needs`.
+            values: The values by name: `output`, `target`, and the names that the network and the batch return.
+            batch: This rank's samples of the batch. If the batch is divided among ranks, every rank must call this
+                method, and the mean over ranks, weighted by their numbers of samples, is the loss of the whole batch.
+            passes: Additional passes and gradients, for terms with `needs`.
 
         Returns:
             The sum of weight times term, 0-d, with a gradient; and each term's unweighted loss, 0-d, detached.
 
         Raises:
-            RunError: If terms have needs and `passes` is None.
+            RunError: A term has needs, and `passes` is None.
         """
         device = self._device(values)
-        # Autocast does not know the meta device, on which FLOPs are counted.
+        # Autocast does not support the meta device, on which FLOPs are counted.
         if device != "meta" and torch.is_autocast_enabled(device):
-            # Some losses refuse to run under autocast, and a sum in half precision is too inexact to train on.
+            # Some losses raise an error under autocast, and a sum in half precision is too inexact to train on.
             with torch.autocast(device, enabled=False):
                 return self._sum(values, batch, passes)
         return self._sum(values, batch, passes)
@@ -325,9 +341,9 @@ def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
 
 
 def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
-    """Raise ConfigError if the value of a loss is not a mean over samples."""
+    """Raise ConfigError if a loss does not return a mean over samples."""
     reduction = getattr(loss, "reduction", "mean")
-    # KLDivLoss calls the mean over samples batchmean.
+    # The mean over samples is named batchmean in KLDivLoss.
     if reduction != "mean" and not (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
         got = f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
         fix = f"Take the line out, or scale the term with {weight}"
@@ -335,7 +351,7 @@ def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
 
 
 def counts_by_weight(loss: nn.Module) -> bool:
-    """Return whether the loss may divide by something else than the number of its targets."""
+    """Return whether the loss may divide by the weight of its targets instead of their number."""
     if isinstance(loss, CrossEntropy | NLL):
         return loss.class_weights is not None or loss.ignore_index != NOTHING
     # torch's losses ignore -100 by default, which a batch may contain.
@@ -343,8 +359,11 @@ def counts_by_weight(loss: nn.Module) -> bool:
 
 
 def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over the counted targets, 0-d, and their weight. Without counted targets it is 0, not nan."""
-    # Not by setattr: nn.Module's __setattr__ takes as long as a small operator.
+    """Return the mean loss over targets that are not ignored, 0-d, and their total weight.
+
+    If all targets are ignored, the mean is 0 instead of nan.
+    """
+    # The attribute is set in vars(loss), because nn.Module's __setattr__ takes as long as a small operator.
     settings = vars(loss)
     settings["reduction"] = "sum"
     try:
@@ -352,24 +371,24 @@ def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor
     finally:
         settings["reduction"] = "mean"
     weight = total_weight(loss, target)
-    # If the weight is 0, the sum is 0, too.
+    # If the weight is 0, the sum is also 0. The clamp avoids 0 / 0.
     return total / weight.to(total.dtype).clamp_min(torch.finfo(torch.float32).tiny), weight
 
 
 def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whole: Tensor | None = None) -> Tensor:
-    """Return a rank's loss, 0-d, so that the mean over ranks, weighted by samples, is the loss of the batch.
+    """Return a rank's loss, scaled so that the mean over ranks, weighted by samples, is the loss of the whole batch.
 
     Args:
-        loss: The rank's mean.
-        divisor: Its divisor.
-        batch: The rank's share of the batch.
-        whole: The batch's divisor. None: sum the divisors of all ranks.
+        loss: The rank's mean, 0-d.
+        divisor: The divisor of the rank's mean.
+        batch: The rank's samples of the batch.
+        whole: The divisor of the whole batch. None sums the divisors of all ranks.
     """
     if batch is None or (batch.world_size == 1 and whole is None):
         return loss
     held = torch.as_tensor(divisor, dtype=summing_dtype(loss.device), device=loss.device)
     if whole is None:
-        # A rank with a stand-in sample takes part in the sum with 0.
+        # A rank with only a placeholder sample adds 0, because all ranks must take part in the sum.
         whole = over_ranks(held.clone() if batch.size else torch.zeros_like(held), batch)
     if not batch.size:
         return loss * 0.0
@@ -378,23 +397,23 @@ def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whol
 
 
 def detach_divisor(divisor: Tensor | float | None) -> Tensor | float:
-    """Return a term's divisor without a gradient. Raise RunError if it is None."""
+    """Return a term's divisor, detached from the graph. Raise RunError if the divisor is None."""
     if divisor is None:
         raise RunError("a term's divisor is None; expected the divisor of its mean: a number, or a 0-d tensor")
     return divisor.detach() if isinstance(divisor, Tensor) and divisor.requires_grad else divisor
 
 
 def over_ranks(total: Tensor, batch: Batch) -> Tensor:
-    """Return the sum over the ranks that share a batch. It may overwrite `total`. Every rank must call it."""
+    """Return the sum over the ranks that share a batch. Every rank must call this. `total` may be overwritten."""
     if batch.world_size == 1:
         return total
     torch.distributed.all_reduce(total)
-    # If a model is split over ranks, several ranks hold each share.
+    # If a model is split over ranks, several ranks have the same samples.
     return total * (batch.world_size / torch.distributed.get_world_size())
 
 
 def total_weight(loss: ByWeight, target: Tensor) -> Tensor:
-    """Return the weight by which the loss divides its sum, 0-d."""
+    """Return the total weight by which the loss divides its sum, 0-d."""
     dtype = summing_dtype(target.device)
     if target.is_floating_point():  # torch divides the loss of probabilities by their number, with any weights
         count = target.numel() // target.shape[1] if target.dim() > 1 else 1

@@ -1,11 +1,13 @@
-"""Additional forward passes and gradients for terms that need more than one forward and one backward.
+"""Additional forward passes and gradients, for terms that need more than one forward and one backward pass.
 
-class Smooth(AbstractTerm):
-    needs = frozenset({"input_gradients"})
+A term with a penalty on input gradients:
 
-    def forward(self, values, batch, passes):
-        slope = passes.gradients(values["output"], values["input"])
-        return slope.flatten(1).square().sum(1).mean()
+    class Smooth(AbstractTerm):
+        needs = frozenset({"input_gradients"})
+
+        def forward(self, values, batch, passes):
+            slope = passes.gradients(values["output"], values["input"])
+            return slope.flatten(1).square().sum(1).mean()
 """
 
 from __future__ import annotations
@@ -22,21 +24,22 @@ from exp.objectives.loss_inputs import HALF, Values, full
 from exp.shared_types import dtype_name
 
 Precision = Literal["step", "full"]
-# The largest factor on a sum over samples that float16 holds.
+# The largest factor by which a sum over samples is multiplied, within the range of float16.
 LARGEST_FACTOR = 2.0**15
 
 
 class Passes:
-    """Additional forward passes and gradients of one step and one batch, under the autocast of the step.
+    """Additional forward passes and gradients for one batch of one step, under the autocast of the step.
 
     Args:
-        network: The network itself, not a strategy's wrapper.
-        run: Called with a runner and a batch's data, returns the values by name.
-        data: The batch's data. With `inputs_require_grad` its floating-point inputs become leaves that require grad.
-            The batch's own tensors do not change.
-        inputs: The names of the network's inputs, if the data is a mapping. The first of a pair is the input.
-        runner: The callable that runs the network in this step. None: the network.
-        loss_scale: The factor on the loss of this step, 0-d or a float. None: no gradient scaler.
+        network: The network itself, not the wrapper of a strategy.
+        run: Called with a runner and the data of a batch. It returns the values by name.
+        data: The data of the batch. If `inputs_require_grad` is true, its floating-point inputs are replaced by leaf
+            tensors that require grad. The original tensors do not change.
+        inputs: The names of the network's inputs, if the data is a mapping. The first value of a pair is the input.
+        runner: The callable that runs the network in this step; None for the network.
+        loss_scale: The factor by which the loss of this step is multiplied, 0-d or a float. None if there is no
+            gradient scaler.
         inputs_require_grad: Whether the inputs require grad.
     """
 
@@ -55,17 +58,18 @@ class Passes:
         self.data = _leaves(data, inputs) if inputs_require_grad else data
         self._run, self._runner, self._scale = run, runner or network, loss_scale
         parameter = next(network.parameters(), None)
-        # Autocast does not know the meta device, on which shapes and FLOPs are computed.
+        # Autocast does not support the meta device, on which shapes and FLOPs are computed.
         self._device = "cpu" if parameter is None or parameter.is_meta else parameter.device.type
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 
     def run(self, data: object = None, *, precision: Precision = "step") -> Values:
-        """Return the values by name of another forward pass, with a graph.
+        """Return the values by name of an additional forward pass, with a graph.
 
         Args:
-            data: The data. None: the data of the step.
-            precision: `full` runs in float32 (float64 if the parameters are float64).
+            data: The data; None for the data of the step.
+            precision: `step` runs in the precision of the step. `full` runs in float32, or float64 if the parameters
+                are float64.
         """
         runner, data = self._runner, self.data if data is None else data
         if precision == "full":
@@ -74,15 +78,15 @@ class Passes:
             return self._run(runner, data)
 
     def call(self, part: str, *inputs: object, precision: Precision = "step") -> Any:
-        """Return the output of one part of the network, such as its discriminator.
+        """Return the output of one submodule of the network, such as the discriminator.
 
         Args:
-            part: The part's dotted name. The empty name is the network.
-            inputs: The inputs of the part.
+            part: The dotted name of the submodule. An empty name is the network.
+            inputs: The inputs of the submodule.
             precision: See `run`.
 
         Raises:
-            RunError: If the network has no such part.
+            RunError: The network has no such submodule.
         """
         try:
             module = self.network.get_submodule(part)
@@ -103,19 +107,19 @@ class Passes:
     def gradients(
         self, output: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the gradients of an output's sum with respect to values it depends on, in float32 (or float64).
+        """Return the gradients of an output's sum with respect to values, in float32, or float64 for float64 values.
 
-        Row b of a gradient belongs to sample b, if the network treats samples separately. Under a loss scale it is
-        computed with a factor that keeps float16 from underflowing, and divided by the factor, as in PyTorch's AMP
-        notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+        If the network treats samples separately, row b of a gradient belongs to sample b. With a gradient scaler, the
+        sum is multiplied by a factor that avoids underflow in float16, and the gradients are divided by this factor, as
+        in PyTorch's AMP notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
 
         Args:
             output: A tensor of any shape.
-            inputs: One tensor, or several.
+            inputs: A tensor or several tensors that the output depends on.
             create_graph: Whether the gradients can be differentiated again.
 
         Raises:
-            RunError: If an input has integers, or the output does not depend on it.
+            RunError: An input has integers, or the output does not depend on it.
         """
         several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         for tensor in several:
@@ -140,11 +144,14 @@ class Passes:
     def _context(self, precision: Precision) -> torch.autocast:
         if precision == "full":
             return torch.autocast(self._device, enabled=False)
-        # Without the cache of cast weights, which may have been filled in a forward without gradients.
+        # The cache of cast weights is off, because a forward pass without gradients may have filled it.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
     def _factor(self, samples: int) -> Tensor | float | None:
-        """Return the factor on an inner gradient: the loss scale divided by the samples in the sum. None: no scale."""
+        """Return the factor of an inner gradient: the loss scale divided by the number of samples.
+
+        None without a loss scale.
+        """
         if self._scale is None:
             return None
         if isinstance(self._scale, Tensor):
@@ -153,7 +160,7 @@ class Passes:
 
 
 def _require_full(module: nn.Module) -> nn.Module:
-    """Return the module, or raise RunError if it has half-precision parameters."""
+    """Return the module. Raise RunError if it has half-precision parameters."""
     for name, parameter in module.named_parameters():
         if parameter.dtype in HALF:
             raise RunError(
@@ -164,7 +171,10 @@ def _require_full(module: nn.Module) -> nn.Module:
 
 
 def _leaves(data: object, inputs: Sequence[str]) -> object:
-    """Return the batch with floating-point inputs that require grad. They share storage with the original tensors."""
+    """Return the batch with its floating-point inputs replaced by leaf tensors that require grad.
+
+    The new tensors share storage with the original tensors.
+    """
     if isinstance(data, Tensor):
         return _leaf(data)
     if isinstance(data, Mapping):

@@ -1,4 +1,4 @@
-"""Penalties on derivatives: the slope of a critic, and the change of an output with an input."""
+"""Penalties on derivatives, such as the gradient of a critic or the Jacobian of an output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from exp.shared_types import Batch
 
 
 class DerivativeTerm(AbstractTerm):
-    """Base of terms on the derivative of an output of the network with respect to an input.
+    """Base class of terms on the derivative of an output of the network with respect to an input.
 
     Args:
-        weight: The factor in the sum, default 1.
-        output: The value to differentiate, `[B, ...]`.
-        input: The value to differentiate by, `[B, ...]`.
-        precision: `full` runs the network again in float32 for this term. Only for an input of the network.
+        weight: The factor of this term in the objective, default 1.
+        output: The name of the value to differentiate, `[B, ...]`.
+        input: The name of the value with respect to which it is differentiated, `[B, ...]`.
+        precision: `full` runs the network again in float32 for this term; `input` must then be an input of the network.
+            `step` (default) uses the pass of the step.
     """
 
     needs = frozenset({"input_gradients"})
@@ -40,7 +41,11 @@ class DerivativeTerm(AbstractTerm):
             self.needs = self.needs | {"forward_passes"}
 
     def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
-        """Return the output and the input, of this pass or of an additional one. Raise RunError if one is missing."""
+        """Return the output and the input of the derivative. For precision=full, they are from an additional pass.
+
+        Raises:
+            RunError: A value does not exist.
+        """
         if self.precision == "full":
             values = passes.run(precision="full")
         return pick(values, self.output, "output"), pick(values, self.input, "input")
@@ -53,8 +58,9 @@ class R1(DerivativeTerm):
 
     Mescheder, Geiger and Nowozin 2018, "Which Training Methods for GANs do actually Converge?", arXiv:1801.04406,
     equation 9, where `weight` is gamma/2. If the output has several numbers per sample, their sum is differentiated.
-    The input may also be an intermediate value. With the generated samples as input, it is the paper's R2.
-    The arguments are those of DerivativeTerm.
+
+    The input may be an intermediate value. If it is the generated samples, the penalty is the paper's R2. See
+    DerivativeTerm for the arguments.
     """
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
@@ -64,20 +70,20 @@ class R1(DerivativeTerm):
 
 
 class WGANGP(AbstractTerm):
-    """Mean over samples of the squared distance of a critic's slope from 1, between real and generated samples.
+    """Gradient penalty of WGAN-GP: the mean squared distance of the norm of a critic's gradient from 1.
 
         E_x^ [ (|| d D(x^) / d x^ ||_2 - 1)^2 ],   x^ = e x + (1 - e) x~,   e uniform in [0, 1] for each sample
 
-    Gulrajani et al. 2017, "Improved Training of Wasserstein GANs", arXiv:1704.00028, equation 3, where `weight` is
-    lambda. The critic gets a gradient from it, the generator does not.
+    x is a real sample, and x~ a generated sample. Gulrajani et al. 2017, "Improved Training of Wasserstein GANs",
+    arXiv:1704.00028, equation 3, where `weight` is lambda. The penalty trains the critic, not the generator.
 
     Args:
-        critic: The dotted name of the critic in the network. The empty name is the whole network.
-        weight: The factor in the sum, default 10.
+        critic: The dotted name of the critic in the network. An empty name is the whole network.
+        weight: The factor of this term in the objective, default 10.
         real: The name of the real samples, `[B, ...]`.
-        fake: The name of the generated samples, of the same shape.
-        output: The name of the critic's output, if it returns several values.
-        precision: `full` runs the critic in float32 for this term.
+        fake: The name of the generated samples, which have the same shape.
+        output: The name of the critic's output, if the critic returns several values.
+        precision: `full` runs the critic in float32 for this term. `step` (default) uses the precision of the step.
     """
 
     needs = frozenset({"input_gradients", "forward_passes"})
@@ -121,14 +127,15 @@ class JacobianNorm(DerivativeTerm):
         E_x [ || d f(x) / d x ||_F^2 ]
 
     Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization", arXiv:1908.02729, equation 5, where
-    `weight` is lambda/2. The exact norm takes one backward for each of the C numbers of an output. With projections it
-    is algorithm 1 of the paper: C times the mean over random unit vectors v of || v^T J ||^2, an unbiased estimate.
+    `weight` is lambda/2. The exact norm needs a backward pass for each of the C numbers of an output. With
+    `projections`, the norm is estimated by algorithm 1 of the paper: C times the mean of || v^T J ||^2 over random unit
+    vectors v. The estimate is unbiased.
 
     Args:
-        weight: The factor in the sum, default 1.
-        output: The value to differentiate, `[B, ...]`, C numbers per sample.
-        input: The value to differentiate by, `[B, ...]`.
-        projections: The number of random vectors per sample. None (default): the exact norm.
+        weight: The factor of this term in the objective, default 1.
+        output: The name of the value to differentiate, `[B, ...]`, with C numbers per sample.
+        input: The name of the value with respect to which it is differentiated, `[B, ...]`.
+        projections: The number of random vectors per sample. None (default) computes the exact norm.
         precision: See DerivativeTerm.
     """
 
@@ -160,17 +167,16 @@ class JacobianNorm(DerivativeTerm):
 
 
 class GradientNorm(nn.Module):
-    """The 2-norm of the gradient of a loss with respect to all trained parameters, as the loss of a term.
+    """Loss module that returns the 2-norm of the gradient of another loss with respect to all trained parameters.
 
         || d L / d theta ||_2
 
-    The penalty of PyTorch's AMP notes,
-    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. It is not a mean over samples but
-    depends on the batch size. A stage averages it over batches. With several ranks or accumulated batches it is an
-    error.
+    This is the penalty of PyTorch's AMP notes,
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. The norm is not a mean over samples,
+    and depends on the batch size. A stage averages it over batches. Several ranks and gradient accumulation are errors.
 
     Args:
-        loss: A module called with (output, target) that returns a 0-d tensor, such as
+        loss: A module that is called with (output, target) and returns a 0-d tensor, such as
             exp.objectives.terms.CrossEntropy.
     """
 
@@ -181,17 +187,17 @@ class GradientNorm(nn.Module):
         self.loss = loss
 
     def forward(self, output: Tensor, target: Tensor, passes: Passes) -> Tensor:
-        """Return the norm, 0-d. If all gradients are 0, it is 0 with the gradient 0."""
+        """Return the norm, 0-d. If all gradients are 0, the norm and its gradient are 0."""
         trained = [parameter for parameter in passes.network.parameters() if parameter.requires_grad]
         gradients = passes.gradients(self.loss(output, target), trained)
         return _norm(torch.stack([gradient.square().sum() for gradient in gradients]).sum())
 
 
 def _norm(squared: Tensor) -> Tensor:
-    """Return the square root with the derivative 0 at 0, where the true derivative is infinite."""
+    """Return the square root, with the derivative 0 at 0, where the true derivative is infinite."""
     return torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
 
 
 def _squared_norms(gradient: Tensor) -> Tensor:
-    """Return the squared norm of each sample's row: `[B, ...]` to `[B]`."""
+    """Return the squared norm of each sample's gradient: `[B, ...]` to `[B]`."""
     return gradient.flatten(1).square().sum(1)

@@ -16,25 +16,27 @@ from exp.spelling import did_you_mean
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# The words of a term's `needs`, and what each provides (objectives/passes.py).
+# The possible values in a term's `needs`, with descriptions. objectives/passes.py provides them.
 NEEDS = {
     "input_gradients": "the network's inputs require grad, and the step's graph can be differentiated twice",
     "forward_passes": "the network, or a part of it, can be run again",
     "parameter_gradients": "the step's graph, of a whole batch in one process, is differentiated by parameters",
     "retained_graph": "gradients taken from the step's graph before its backward",
 }
-# Needs that differentiate a gradient again: no compiled network, no fused attention.
+# Needs that differentiate a gradient. Compiled networks and fused attention do not support this.
 TWICE = frozenset({"input_gradients", "parameter_gradients"})
 
 
 class AbstractTerm(nn.Module, ABC):
-    """A part of the objective: a mean over samples, of values that it selects by name.
+    """Base class of the terms of the objective.
+
+    A term is a mean over samples, computed from values that it selects by name.
 
     Attributes:
-        needs: Words of NEEDS, of the class or the instance. With any of them `forward` is given `passes`.
-        parts: Dotted names of the network's parts that the term calls. The check looks for them.
-        selects: Attributes that hold names of values. The check looks for the values.
-        weight: The term's factor in the sum.
+        needs: The needs of the term, keys of NEEDS. A term with needs receives `passes` in `forward`.
+        parts: The dotted names of submodules of the network that the term calls. The check before a run verifies them.
+        selects: The attributes that contain names of values. The check before a run verifies that the values exist.
+        weight: The factor of the term in the objective.
     """
 
     needs: frozenset[str] = frozenset()
@@ -47,41 +49,42 @@ class AbstractTerm(nn.Module, ABC):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names of the values that the term reads, by their keys below its node, for the check."""
+        """The names of the values that the term reads, by config key below its section."""
         return {key: getattr(self, key) for key in self.selects}
 
     @property
     def is_weighed(self) -> bool:
-        """True if the term divides by its `divisor` instead of the number of samples."""
+        """Whether the term divides by its `divisor` instead of the number of samples."""
         return type(self).divisor is not AbstractTerm.divisor
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """Return the number by which the mean over these values divided its sum, 0-d. None: the number of samples.
+        """Return the divisor of the mean over these values, 0-d; None for the number of samples.
 
-        Over ranks and over the batches of a stage the means are weighted by it. If it is 0, nothing counts, and
-        `forward` must return a finite number.
+        Over ranks and over the batches of a stage, means are weighted by this divisor. If the divisor is 0, no target
+        counts, and `forward` must return a finite number.
         """
         return None
 
     def weigh(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, Tensor | float | None]:
-        """Return the loss and its divisor."""
+        """Return the unweighted loss and its divisor."""
         return (self(values, batch) if passes is None else self(values, batch, passes)), self.divisor(values)
 
     @abstractmethod
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the unweighted loss of this rank's share, 0-d, in float32 (float64 if the values are float64).
+        """Return the unweighted loss of this rank's samples, 0-d, in float32, or in float64 if the values are float64.
 
         Args:
-            values: `output`, `target`, `input`, and the names of the network and the batch. Autocast is off.
-            batch: The share that the values belong to.
-            passes: More passes and gradients, for a term with `needs`.
+            values: The values by name: `output`, `target`, `input`, and the names that the network and the batch
+                return. Autocast is off.
+            batch: This rank's samples of the batch.
+            passes: Additional passes and gradients, for a term with `needs`.
         """
 
 
 def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
-    """Return the needs that a term or a loss module declares, or raise ConfigError at its key for an unknown word."""
+    """Return the needs that a term or a loss module declares. Raise ConfigError at `key` for an unknown need."""
     declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
     for word in sorted(words - NEEDS.keys()):

@@ -1,4 +1,4 @@
-"""Losses with the classes on the last axis, which torch.nn expects on axis 1."""
+"""Losses with the classes on the last axis. The losses of torch.nn expect classes on axis 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = torch.iinfo(torch.int64).min
 
 
 class _ClassesLast(nn.Module):
-    """Base of cross entropy and NLL: class weights, ignored targets and flattened axes."""
+    """Base class of CrossEntropy and NLL, with class weights, ignored targets and flattened axes."""
 
     def __init__(self, *, class_weights: Weights | None = None, ignore_index: int | None = None) -> None:
         super().__init__()
@@ -25,10 +25,11 @@ class _ClassesLast(nn.Module):
         if class_weights is None:
             self.class_weights = None
         else:
-            # Not in the state dict, because it is a setting of the config.
+            # The weights are not in the state dict, because they are set in the config.
             weights = torch.tensor(class_weights, dtype=torch.float32)
             self.register_buffer("class_weights", weights, persistent=False)
-        # If nothing is ignored, no class has this number, so that a -100 in the data is an error.
+        # If no label is ignored, ignore_index is a number that no label has. torch's default would ignore a -100 in the
+        # data.
         self.ignore_index = NOTHING if ignore_index is None else ignore_index
         self.reduction = "mean"
 
@@ -43,12 +44,12 @@ class _ClassesLast(nn.Module):
 class CrossEntropy(_ClassesLast):
     """Cross entropy of scores (logits) `[..., V]` against class numbers `[...]`, int64.
 
-    The formula and the mean over weighted targets are torch.nn.functional.cross_entropy's.
+    The formula, and the mean over weighted targets, are those of torch.nn.functional.cross_entropy.
 
     Args:
-        label_smoothing: The share of the probability that is spread evenly over all classes, 0 (default) to 1.
-        class_weights: V factors, one per class. None: equal weights.
-        ignore_index: A class number to ignore. None: every target counts.
+        label_smoothing: The probability that is distributed evenly over all classes, 0 (default) to 1.
+        class_weights: V factors, one for each class; None for equal weights.
+        ignore_index: The label to ignore; None to ignore no label.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CrossEntropy(_ClassesLast):
         self.label_smoothing = label_smoothing
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss. Raise RunError if the shapes do not fit or the targets are not integers."""
+        """Return the loss, 0-d. Raise RunError if the shapes do not match or the targets are not integers."""
         rows, classes = self._rows(output, target)
         return functional.cross_entropy(
             rows,
@@ -77,15 +78,15 @@ class CrossEntropy(_ClassesLast):
 class NLL(_ClassesLast):
     """Negative log likelihood of log probabilities `[..., V]` against class numbers `[...]`, int64.
 
-    For a model that ends in LogSoftmax. Use cross_entropy for raw scores.
+    This loss is for models that end in LogSoftmax. For scores, use CrossEntropy.
 
     Args:
-        class_weights: V factors, one per class. None: equal weights.
-        ignore_index: A class number to ignore. None: every target counts.
+        class_weights: V factors, one for each class; None for equal weights.
+        ignore_index: The label to ignore; None to ignore no label.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss. Raise RunError if the shapes do not fit or the targets are not integers."""
+        """Return the loss, 0-d. Raise RunError if the shapes do not match or the targets are not integers."""
         rows, classes = self._rows(output, target)
         return functional.nll_loss(
             rows, classes, weight=self.class_weights, ignore_index=self.ignore_index, reduction=self.reduction
@@ -93,10 +94,10 @@ class NLL(_ClassesLast):
 
 
 class BCEWithLogits(nn.BCEWithLogitsLoss):
-    """torch's BCEWithLogitsLoss with a list of numbers for pos_weight.
+    """torch's BCEWithLogitsLoss that accepts a list of numbers as pos_weight.
 
     Args:
-        pos_weight: Factors of the positive answers, one per position on the last axis. None: equal weights.
+        pos_weight: The factors of positive targets, one for each position of the last axis; None for equal weights.
     """
 
     def __init__(self, *, pos_weight: Sequence[float] | None = None) -> None:

@@ -1,13 +1,20 @@
-"""Steps of fused optimizers without the bookkeeping around the kernel: lists of the state are made once, not per step.
+"""Steps of fused optimizers without torch's bookkeeping. The lists of tensors for the kernel are made only once.
 
-AdamW with four parameters: 40 us per step through `optimizer.step()`, 15 us here, most of it in the kernel. A whole
-step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor time without it (six pairs).
+AdamW with four parameters takes 40 us per step through `optimizer.step()`, and 15 us through this module, most of it in
+the kernel. Without this module, a whole step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor
+time (six pairs).
 
-Private names of torch (seen in 2.13, and tested): `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`,
-which Adam, AdamW and SGD with fused=True call with these arguments after counting the step; `_opt_called`, which
-schedules read to see that the optimizer stepped first, and `_wrapped_by_lr_sched`, their mark on `step`;
-`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks`; `_profiler_enabled` of torch.autograd. `load_state_dict` replaces `optimizer.state`.
+This module uses private names of torch (seen in 2.13, and tested):
+
+- `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`. Adam, AdamW and SGD with fused=True call them
+with
+  the same arguments after counting the step.
+- `_opt_called`, which schedules read to check that the optimizer has stepped before them.
+- `_wrapped_by_lr_sched`, the mark of schedules on the method `step`.
+- `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks`,
+  `_global_optimizer_post_hooks`, and `_profiler_enabled` of torch.autograd.
+
+It also relies on `load_state_dict` replacing `optimizer.state`.
 """
 
 from __future__ import annotations
@@ -24,13 +31,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from exp.optim.parameter_groups import Group
 
-# A kernel takes a group, its parameters, their gradients and their state, in which this step is already counted.
+# A function that calls a kernel with a group, its parameters, their gradients and their state. The state already counts
+# this step.
 Kernel = Callable[[Group, list[Tensor], list[Tensor], tuple[list[Tensor], ...]], None]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A kernel's call for one group. places: indices of the group's parameters among those of DirectSteps."""
+    """The arguments of a kernel call for one parameter group.
+
+    Attributes:
+        places: The positions of the group's parameters among the parameters of DirectSteps.
+    """
 
     kernel: Kernel
     group: Group
@@ -40,10 +52,11 @@ class _Call:
 
 
 class DirectSteps:
-    """Callable that steps several optimizers, bit for bit like `optimizer.step()`.
+    """Callable that steps several optimizers, with the same result as `optimizer.step()`, bit for bit.
 
-    The step counts of all parameters are one tensor: torch increments each one separately, 4 us per parameter. The
-    optimizers must have no hooks. The first step, and the steps of an unknown optimizer, call `optimizer.step()`.
+    The step counts of all parameters are views of one tensor, because torch increments each count separately, which
+    takes 4 us per parameter. The optimizers must have no hooks. The first step, and every step of an optimizer that is
+    not supported, call `optimizer.step()`.
 
     Args:
         optimizers: The optimizers.
@@ -52,12 +65,16 @@ class DirectSteps:
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
         self._optimizers, self._parameters = list(optimizers), [list(one) for one in parameters]
-        # The calls of each optimizer; empty if it steps itself. None before the first step.
+        # The kernel calls of each optimizer; empty if `optimizer.step()` is called instead. None before the first step.
         self._calls: list[list[_Call]] | None = None
         self._counts: Tensor | None = None
 
     def __call__(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Step with the gradients of each optimizer's parameters."""
+        """Step all optimizers.
+
+        Args:
+            gradients: The gradients of each optimizer's parameters.
+        """
         calls = self._calls
         if calls is None:
             calls = [[] for _ in self._optimizers]
@@ -69,7 +86,7 @@ class DirectSteps:
                     parameter.grad = gradient
                 optimizer.step()
                 continue
-            # A schedule warns if it steps before its optimizer.
+            # Without this mark, a schedule would warn that it steps before its optimizer.
             vars(optimizer)["_opt_called"] = True
             with torch.no_grad():
                 for call in known:
@@ -78,10 +95,10 @@ class DirectSteps:
             self.collect()
 
     def collect(self) -> bool:
-        """Look up the state of each optimizer, and make all step counts views of one tensor.
+        """Prepare the kernel calls of each optimizer, and make all step counts views of one tensor.
 
         Returns:
-            Whether the kernels step all optimizers from now on.
+            Whether kernel calls step all optimizers from the next step.
         """
         self._calls = list(map(_calls_of, self._optimizers, self._parameters))
         held = [
@@ -98,10 +115,10 @@ class DirectSteps:
 
 
 class DirectStep:
-    """Callable that steps one optimizer, bit for bit like `optimizer.step()`.
+    """Callable that steps one optimizer, with the same result as `optimizer.step()`, bit for bit.
 
-    It calls `optimizer.step()` if more than the kernel is needed: at the first step, without a gradient, under a loss
-    scale, with a hook or a profiler. Between two calls only gradients and settings of groups may change.
+    `optimizer.step()` is called if the kernel alone is not enough: in the first step, if a gradient is missing, with a
+    loss scale, with a hook, or with a profiler. Between two steps, only gradients and settings of groups may change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -110,7 +127,7 @@ class DirectStep:
         self._groups = len(optimizer.param_groups)
         self._parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
         self._steps = DirectSteps([optimizer], [self._parameters])
-        # The state object whose tensors are in the calls.
+        # The state object that contains the tensors of the kernel calls.
         self._state: Mapping[Tensor, object] | None = None
         self._collect()
 
@@ -126,11 +143,11 @@ class DirectStep:
         self._state = self.optimizer.state if self._is_known and self._steps.collect() else None
 
     def _gradients(self) -> list[Tensor] | None:
-        """Return the gradients of all parameters. None if more than the kernel is needed."""
+        """Return the gradients of all parameters; None if `optimizer.step()` must be called."""
         optimizer = self.optimizer
         if optimizer.state is not self._state or len(optimizer.param_groups) != self._groups:
             return None
-        # With found_inf the device may skip the step (precision/scaler.py).
+        # If `found_inf` is set, the device may skip the step (precision/scaler.py).
         if (
             optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
@@ -148,7 +165,7 @@ class DirectStep:
 
 
 def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]:
-    """Return the kernel calls of an optimizer's step. Empty if it steps itself."""
+    """Return the kernel calls of an optimizer's step; empty if `optimizer.step()` must be called."""
     if not is_known(optimizer):
         return []
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -164,7 +181,7 @@ def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]
 
 
 def _state_of(optimizer: Optimizer, group: Group) -> tuple[list[Tensor], ...] | None:
-    """Return the kernel's state of a group. None if a parameter has no state yet."""
+    """Return the state tensors of a group for the kernel; None if a parameter has no state yet."""
     states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
     if type(optimizer) is SGD:
@@ -215,7 +232,10 @@ def _sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], state:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether a step is one kernel call per group: torch's own class, fused, one device and dtype."""
+    """Return whether a step of the optimizer is one kernel call per group.
+
+    This requires a fused optimizer of torch's own class, and one device and dtype per group.
+    """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
     patched = vars(optimizer).get("step")

@@ -1,4 +1,4 @@
-"""Build a network's optimizer, fused if torch supports that, and its schedule."""
+"""Construction of a network's optimizer and its schedule. The optimizer is fused if torch supports it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from exp.errors import (
 from exp.optim.parameter_groups import Groups, parameter_groups
 from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
-# Devices whose optimizers torch 2.13 has as one kernel.
+# The devices on which torch 2.13 has fused optimizers.
 FUSED_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
-# Optimizers whose fused kernels take DTensors.
+# The optimizers with fused kernels that support DTensors.
 FUSED_IN_SHARDS = ("Adam", "AdamW")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """An optimizer and its schedule, before they are built.
+    """The settings of an optimizer and its schedule.
 
     Args:
         optimizer_factory: The optimizer's class with its options, except the parameters.
         groups: See parameter_groups.
         exempt_from_decay: See parameter_groups.
-        schedule_factory: The schedule's class with its options, except the optimizer. None: a fixed learning rate.
-        interval: The unit of the schedule's steps: an optimizer step or an epoch.
-        monitor: The tag that ReduceLROnPlateau watches.
-        begins_late: Whether some parameters have their first gradient in a later epoch than others.
+        schedule_factory: The schedule's class with its options, except the optimizer; None for a constant learning
+            rate.
+        interval: The unit in which the schedule steps: an optimizer step or an epoch.
+        monitor: The tag of the metric that ReduceLROnPlateau uses.
+        begins_late: Whether some parameters are unfrozen in a later epoch, so that their first gradient is later.
     """
 
     optimizer_factory: functools.partial[Optimizer]
@@ -62,20 +63,23 @@ class Optimization:
         parameters: Sequence[str] | None = None,
         shared: bool = False,
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """Return the optimizer of the network's parameters on their present device, and its schedule.
+        """Return the optimizer and the schedule of a network's parameters.
+
+        The parameters must be on their final device.
 
         Args:
             network: The network.
-            total_steps: The optimizer steps of the whole run, also those before a resume. None: unknown.
-            total_epochs: The epochs of the whole run, for a schedule with interval epoch.
+            total_steps: The number of optimizer steps of the whole run, including those before a resume; None if
+                unknown.
+            total_epochs: The number of epochs of the whole run, for a schedule that steps once per epoch.
             parameters: See parameter_groups.
             shared: See parameter_groups.
 
         Returns:
-            The optimizer and the schedule, which is None if it would never change the learning rate.
+            The optimizer, and the schedule. The schedule is None if it would never change the learning rate.
 
         Raises:
-            ConfigError: If the groups do not fit the network, or the optimizer or schedule refuses its options.
+            ConfigError: The groups do not match the network, or the optimizer or schedule rejects its options.
         """
         optimizer = self.make_optimizer(network, parameters=parameters, shared=shared)
         if self.schedule_factory is None or changes_nothing(self.schedule_factory):
@@ -86,7 +90,7 @@ class Optimization:
     def make_optimizer(
         self, network: nn.Module, *, parameters: Sequence[str] | None = None, shared: bool = False
     ) -> Optimizer:
-        """Return the optimizer of the network's trained parameters. See `make`."""
+        """Return the optimizer of a network's trained parameters; see `make` for the arguments."""
         exempt, factory = self.exempt_from_decay, self.optimizer_factory
         groups = parameter_groups(
             network, groups=self.groups, exempt_from_decay=exempt, parameters=parameters, shared=shared
@@ -115,7 +119,11 @@ class Optimization:
     def _obstacle(
         self, network: nn.Module, trained: Sequence[nn.Parameter], momenta: Sequence[object]
     ) -> tuple[str, str] | None:
-        """Return why the fused kernel of torch 2.13 would fail: the cause in this run, and the limit of torch."""
+        """Return the reason why the fused kernel of torch 2.13 would fail; None if it works.
+
+        Returns:
+            The cause in this run, and the limitation of torch.
+        """
         half, factory = (torch.float16, torch.bfloat16), self.optimizer_factory
         is_sgd = factory.func.__name__ == "SGD"
         if is_sgd and any(one.device.type == "cpu" and one.dtype in half for one in trained):
@@ -128,20 +136,23 @@ class Optimization:
 
 
 def sparse_parameters(network: nn.Module) -> set[int]:
-    """Return the ids of the parameters with sparse gradients: those of embeddings with sparse=True."""
+    """Return the ids of the parameters with sparse gradients, which embeddings with sparse=True have."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(module.weight) for module in network.modules() if isinstance(module, kinds) and module.sparse}
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether torch can update all of these parameters in one kernel."""
+    """Return whether torch has a fused kernel for all of these parameters, by device and dtype."""
     return all(
         parameter.device.type in FUSED_DEVICES and torch.is_floating_point(parameter) for parameter in parameters
     )
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
-    """Return whether `fused` is null, which means "if torch has it", and neither foreach nor differentiable is set."""
+    """Return whether to use the fused kernel if torch has it.
+
+    This is the case if `fused` is null, and neither foreach nor differentiable is set.
+    """
     if "fused" not in inspect.signature(factory.func).parameters:
         return False
     chosen = factory.keywords
@@ -151,7 +162,10 @@ def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
 def _option_errors(
     factory: functools.partial[Optimizer], groups: Sequence[Mapping[str, object]], *, exempt: Sequence[str]
 ) -> Iterator[ErrorDetails]:
-    """Yield an error for each option that the optimizer does not have. torch ignores unknown keys of a group."""
+    """Yield an error for each option of a group that the optimizer does not have.
+
+    Without this check, torch would ignore unknown options of a group.
+    """
     known = list(inspect.signature(factory.func).parameters)[1:]
     name = factory.func.__name__
     for group in groups:

@@ -1,4 +1,4 @@
-"""Parameter groups by name pattern: the parameters of an optimizer, with options for each group."""
+"""Division of a network's parameters into the groups of an optimizer, by patterns of names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from exp.models.matching import NORMS
 from exp.spelling import among
 
 REST = "default"
-# A user's own normalization layer is known by the name of its class, as in RMSNorm or ScaleNorm2d.
+# Normalization layers of users are recognized by the name of the class, such as RMSNorm or ScaleNorm2d.
 NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 # A group of an optimizer: its parameters and options.
 Group = dict[str, Any]
-# The config's optimizer.groups by name: patterns of parameters, and options of the optimizer.
+# The value of optimizer.groups in the config: patterns of parameters, and options of the optimizer, by group name.
 Groups = Mapping[str, Mapping[str, Any]]
-# Parameters with requires_grad, with all their names: a tied parameter has several.
+# The parameters with requires_grad, and all their names. A tied parameter has several names.
 Trained = Mapping[nn.Parameter, Sequence[str]]
 
 
@@ -32,21 +32,22 @@ def parameter_groups(
     parameters: Sequence[str] | None = None,
     shared: bool = False,
 ) -> list[Group]:
-    """Split the trained parameters of a network into groups for a torch.optim.Optimizer.
+    """Return the trained parameters of a network as groups for a torch.optim.Optimizer.
 
     Every parameter with requires_grad is in exactly one group. A tied parameter matches by any of its names.
 
     Args:
         network: The network.
-        groups: Name to {parameters: a pattern or a list of patterns, and options of the optimizer}. Patterns are shell
-            patterns, such as `encoder.*`. Unmatched parameters are in the group `default`.
-        exempt_from_decay: `norms` (parameters of normalization layers), `biases`, or patterns of parameter names. These
-            parameters go to `<group>_exempt` with weight_decay 0.
-        parameters: Patterns of the parameters to use. None: all.
-        shared: Whether other optimizers use the same groups, so that a pattern may match only their parameters.
+        groups: A mapping of group names to {parameters: a pattern or a list of patterns, and options of the optimizer}.
+            Patterns are shell patterns, such as `encoder.*`. Unmatched parameters are in the group `default`.
+        exempt_from_decay: The parameters without weight decay: `norms` (parameters of normalization layers), `biases`,
+            or patterns of parameter names. They are in the group `<group>_exempt` with weight_decay 0.
+        parameters: Patterns of the parameters to include; None for all parameters.
+        shared: Whether other optimizers use the same `groups`. If so, a pattern may match only parameters of the
+            others.
 
     Raises:
-        ConfigError: If a pattern matches no trained parameter, a parameter is in two groups, or nothing is trained.
+        ConfigError: A pattern matches no trained parameter, a parameter is in two groups, or no parameter is trained.
     """
     everything = _names_of_trained(network)
     taken = {one: names for one, names in everything.items() if parameters is None or matches_any(names, parameters)}
@@ -79,7 +80,7 @@ def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.P
 
 
 def pattern_errors(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[ErrorDetails]:
-    """Return an error for each pattern that matches no parameter with requires_grad, at its config key."""
+    """Return an error at the config key `key` for each pattern that matches no parameter with requires_grad."""
     trained = _names_of_trained(network)
     return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _match(trained, pattern)]
 
@@ -107,7 +108,15 @@ def _match(trained: Trained, pattern: str) -> list[nn.Parameter]:
 
 
 def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, words: str = "") -> ErrorDetails:
-    """Return the error of a pattern that matches nothing. words: alternatives to a pattern."""
+    """Return the error for a pattern that matches no trained parameter.
+
+    Args:
+        network: The network.
+        trained: The trained parameters with their names.
+        pattern: The pattern.
+        key: The config key of the pattern.
+        words: Words that are valid instead of a pattern, for the message.
+    """
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
         return ErrorDetails(key, f"{pattern!r} matches only frozen parameters", "parameters that are trained")
     shown = among([names[0] for names in trained.values()], count=6)
@@ -121,7 +130,15 @@ def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, w
 def _owners(
     network: nn.Module, taken: Trained, known: Trained, groups: Groups, errors: list[ErrorDetails]
 ) -> dict[nn.Parameter, str]:
-    """Return the group of each parameter in `taken`. known: the parameters that a pattern may match."""
+    """Return the group name of each parameter in `taken`.
+
+    Args:
+        network: The network.
+        taken: The parameters of this optimizer.
+        known: The parameters that a pattern may match.
+        groups: The value of optimizer.groups.
+        errors: The errors, to which this function adds.
+    """
     key = "optimizer.groups"
     if REST in groups:
         expected = "another name: this group holds unmatched parameters"
@@ -165,5 +182,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_bias(name: str) -> bool:
-    """Return whether a name is a bias: bias, in_proj_bias of an attention, bias_ih_l0 of an LSTM."""
+    """Return whether a parameter name is that of a bias, such as bias, in_proj_bias or bias_ih_l0."""
     return "bias" in name.rpartition(".")[2].split("_")

@@ -1,4 +1,7 @@
-"""Phases of a step: each has terms of the objective, the parameters that they train, and an optimizer."""
+"""Phases of a training step.
+
+Each phase has terms of the objective, the parameters that they train, and an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,22 @@ ClipAlgorithm = Literal["norm", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step: a backward and an optimizer.
+    """The settings of a phase of a training step: a backward pass and an optimizer step.
 
     Args:
         name: The name.
-        terms: Names of the objective's terms. Their weighted sum is the loss of this phase.
-        parameters: Patterns of the names of the trained parameters. Other parameters get no gradient from this phase.
-        optimization: Its optimizer and schedule.
-        owns_optimizer: Whether the phase has an optimizer in the config. False: the top-level one.
-        owns_scheduler: Whether the phase has a schedule in the config. False: the top-level one.
-        gradient_clip_val: As the Trainer's. None: no clipping.
-        gradient_clip_algorithm: As the Trainer's.
-        every_n_steps: The phase runs at steps 1, n + 1, 2 n + 1, ...
-        repeats: Runs per step, on the same batch, with new random numbers each time.
-        forward: The network's program or method that the phase runs. None: the network's own forward.
-        simultaneous: Whether its gradients come from the forward of the previous phase, before that phase's optimizer
-            steps. Both have the same every_n_steps, repeats and forward, and train different parameters.
+        terms: The names of the objective's terms in this phase. Their weighted sum is the loss.
+        parameters: Patterns of the parameters to train. Other parameters get no gradient in this phase.
+        optimization: The optimizer and schedule.
+        owns_optimizer: Whether the config has an optimizer for this phase. If False, it uses the top-level `optimizer`.
+        owns_scheduler: Whether the config has a schedule for this phase. If False, it uses the top-level `scheduler`.
+        gradient_clip_val: See the argument of Lightning's Trainer. None for no clipping.
+        gradient_clip_algorithm: See the argument of Lightning's Trainer.
+        every_n_steps: The phase runs in steps 1, n + 1, 2 n + 1 and so on.
+        repeats: The number of times the phase runs in a step, on the same batch but with new random numbers.
+        forward: The network's forward program or method that the phase calls; None for the network's forward.
+        simultaneous: Whether the phase uses the forward pass of the previous phase, before that phase's optimizer
+            steps. Both phases must have the same every_n_steps, repeats and forward, and train different parameters.
     """
 
     name: str
@@ -54,16 +57,17 @@ class Phase:
     simultaneous: bool = False
 
     def due(self, step: int) -> bool:
-        """Return whether the phase runs in a step, counted from 1."""
+        """Return whether the phase runs in a step. Steps are counted from 1."""
         return (step - 1) % self.every_n_steps == 0
 
     def make(
         self, network: nn.Module, *, total_steps: int | None, total_epochs: int | None = None
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """Return the optimizer and schedule of the phase's parameters. See Optimization.make.
+        """Return the optimizer and schedule of the phase's parameters; see Optimization.make.
 
         Raises:
-            ConfigError: With the keys of the phase if it has its own optimizer or schedule.
+            ConfigError: The settings are invalid. If the phase has its own optimizer or schedule, errors have the
+                phase's keys.
         """
         try:
             return self.optimization.make(
@@ -84,7 +88,7 @@ class Phase:
 
 
 def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
-    """Return groups of phases that run together, in order, each with the index of its first phase."""
+    """Return the lists of phases that share a forward pass, in order, each with the index of its first phase."""
     turns: list[tuple[int, list[Phase]]] = []
     for place, phase in enumerate(phases):
         if phase.simultaneous and turns:
@@ -95,16 +99,17 @@ def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
 
 
 class PhaseOptimizers(Optimizer):
-    """The optimizers of all phases as one optimizer for the Trainer. It never steps: each phase steps its own.
+    """The optimizers of all phases, combined to one optimizer for the Trainer. Its `step` must not be called.
 
-    It has the same group objects as the phases. A parameter may be in several groups.
+    Each phase steps its own optimizer. The group objects are the same as those of the phases. A parameter may be in
+    several groups.
 
     Args:
-        optimizers: The optimizers by the phase's name.
+        optimizers: The optimizers by name of the phase.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        # No real parameters: the base class refuses a parameter in two groups, which two phases may train.
+        # The base class receives a dummy parameter, because it rejects a parameter that two phases train.
         super().__init__([torch.zeros(0)], {})
         self.optimizers = dict(optimizers)
         self._gather()
@@ -113,7 +118,7 @@ class PhaseOptimizers(Optimizer):
         raise RunError("the optimizers of phases were stepped together; each phase steps its own")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all phases, so that no phase sees another's."""
+        """Clear the gradients of all phases, so that no phase uses the gradients of another phase."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -121,7 +126,7 @@ class PhaseOptimizers(Optimizer):
         return {"phases": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load the state of each phase's optimizer. Raise RunError if the state is that of other phases."""
+        """Load the state of each phase's optimizer. Raise RunError if the state has different phases."""
         if "phases" not in state_dict:
             raise RunError("the checkpoint is of a run without phases; expected one with this run's phases")
         states = state_dict["phases"]
@@ -139,7 +144,7 @@ class PhaseOptimizers(Optimizer):
 
 
 class PhaseSchedule:
-    """A phase's schedule, attached to the only optimizer that Lightning knows."""
+    """A phase's schedule, attached to PhaseOptimizers, which is the only optimizer that Lightning has."""
 
     def __init__(self, *, phase: str, schedule: LRScheduler, optimizer: PhaseOptimizers) -> None:
         self.phase, self.schedule, self.optimizer = phase, schedule, optimizer
@@ -152,7 +157,7 @@ class PhaseSchedule:
 
 
 def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that step, with those of the phases instead of a PhaseOptimizers."""
+    """Return the optimizers that are stepped. A PhaseOptimizers is replaced by the optimizers of its phases."""
     return [
         one
         for optimizer in optimizers
@@ -161,12 +166,14 @@ def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def name_rates(optimizer: Optimizer, rates: Sequence[float], *, phase: str | None = None) -> dict[str, float]:
-    """Return the learning rates of an optimizer's groups by tag. The only group of a phase has the phase's name.
+    """Return the learning rates of an optimizer's groups by TensorBoard tag.
+
+    If a phase has a single group without a name, the tag has the name of the phase.
 
     Args:
-        optimizer: The optimizer with the groups.
+        optimizer: The optimizer.
         rates: The learning rate of each group.
-        phase: The name of the phase. None: no phases.
+        phase: The name of the phase; None if the run has no phases.
     """
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
     if phase is not None:

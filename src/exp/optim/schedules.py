@@ -1,4 +1,4 @@
-"""Learning rate schedules as functions of the steps done, so that a resumed run is exact."""
+"""Learning rate schedules as functions of the number of steps, so that a resumed run has exactly the same rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from exp.errors import REFUSALS, ConfigError, config_error, constructor_error
 Unit = Literal["step", "epoch"]
 Steps = Annotated[int, "a number of steps", Ge(0)]
 Length = Annotated[int, "a number of steps", Ge(1)]
-# The state of a schedule, or a group of an optimizer.
+# The state dict of a schedule, or a parameter group of an optimizer.
 State = dict[str, Any]
 
 
@@ -29,26 +29,29 @@ class Constant(LambdaLR):
 
     Args:
         optimizer: The optimizer.
-        warmup_steps: Steps of the warm-up, default 0. Step n (from 0) has (n + 1) / (warmup_steps + 1) of the rate.
+        warmup_steps: The number of warm-up steps, default 0. In step n, from 0, the factor is (n + 1) / (warmup_steps +
+            1).
     """
 
     def __init__(self, optimizer: Optimizer, *, warmup_steps: Steps = 0) -> None:
-        # A function, not an object: LambdaLR saves an object's values, and a resumed run could not be made longer.
+        # A function is passed, because LambdaLR would save the attributes of an object, and a resumed run could not be
+        # made longer.
         super().__init__(optimizer, lambda done: _warmup_factor(done, warmup_steps))
 
 
 class Cosine(LambdaLR):
-    """A linear warm-up, then half a cosine from the learning rate down to end_factor times it.
+    """A linear warm-up, followed by half a cosine from the learning rate down to end_factor times the learning rate.
 
-    With w warm-up steps of T in all, the factor after n steps is (n + 1) / (w + 1) for n < w, then
-    e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2 (Loshchilov and Hutter, SGDR, eq. 5, one period), and e after T.
+    Let w be the number of warm-up steps and T the total number of steps. After n steps, the factor is (n + 1) / (w + 1)
+    for n < w, then e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2, and e from step T (Loshchilov and Hutter, SGDR, eq.
+    5, one period).
 
     Args:
         optimizer: The optimizer.
-        total_steps: T. Null (default) is the length of the run.
-        warmup_steps: w, default 0.
-        warmup_fraction: w as a share of total_steps, instead of warmup_steps.
-        end_factor: e, the factor at the end, default 0.
+        total_steps: The total number of steps, T. Null (default) takes the length of the run.
+        warmup_steps: The number of warm-up steps, w, default 0.
+        warmup_fraction: The number of warm-up steps as a fraction of total_steps. Set either this or warmup_steps.
+        end_factor: The final factor, e, default 0.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class Cosine(LambdaLR):
 
 
 class OneCycle(OneCycleLR):
-    """torch's OneCycleLR with each group's learning rate as its peak.
+    """torch's OneCycleLR with each group's learning rate as its maximum.
 
-    The parameters are torch's. If total_steps is null, it is the length of the run.
+    See OneCycleLR for the parameters. If total_steps is null, it is the length of the run.
     """
 
     def __init__(
@@ -113,14 +116,15 @@ def build_schedule(
 
     Args:
         optimizer: The optimizer.
-        factory: A functools.partial of the schedule's class. `schedulers` in it are partials, too.
-        interval: The unit of its steps: an optimizer step or an epoch.
-        total_steps: The length of the run in this unit, for a schedule whose total_steps is null. None: unknown.
-        key: The schedule's config key.
-        is_part: Whether another schedule steps it, so that its length is not that of the run.
+        factory: A functools.partial of the schedule's class. If it has the argument `schedulers`, these are partials,
+            too.
+        interval: The unit in which the schedule steps: an optimizer step or an epoch.
+        total_steps: The length of the run in this unit, for a schedule with total_steps=null. None if unknown.
+        key: The config key of the schedule.
+        is_part: Whether the schedule is part of another schedule, so that its length is not that of the run.
 
     Raises:
-        ConfigError: If a required length is unknown, or the schedule refuses its values.
+        ConfigError: A required length is unknown, or the schedule rejects its values.
     """
     given = factory.keywords
     if given.get("total_steps") is not None and given.get("epochs") is not None:
@@ -139,11 +143,11 @@ def build_schedule(
             )
             for index, part in enumerate(given["schedulers"])
         ]
-        # By name: SequentialLR takes the optimizer first, ChainedScheduler the schedulers.
+        # The arguments are passed by name, because SequentialLR and ChainedScheduler have them in different orders.
         make = functools.partial(factory, optimizer=optimizer, schedulers=parts, **options)
     try:
         with warnings.catch_warnings():
-            # SequentialLR steps its parts while it is made, and torch warns of that.
+            # SequentialLR steps its parts in its constructor, which causes a warning of torch.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             return make()
     except REFUSALS as error:
@@ -153,7 +157,8 @@ def build_schedule(
         raise ConfigError([constructor_error(error, key=key, known=known, got=got, make=tried)]) from error
 
 
-# Attributes of torch's optimizers and schedules: rates, the schedules inside a schedule, and what each step changes.
+# Names in torch's optimizers and schedules: the rates of a group, the schedules inside a schedule, and the attributes
+# that change in each step.
 RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 NESTED = "_schedulers"
 PROGRESS = ("last_epoch", "_step_count", NESTED, "base_lrs", "max_lrs", "_last_lr")
@@ -161,7 +166,7 @@ PROGRESS = ("last_epoch", "_step_count", NESTED, "base_lrs", "max_lrs", "_last_l
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """The state of a schedule and of the groups of its optimizer, without the parameters."""
+    """The state of a schedule, and the settings of its optimizer's groups, without the parameters."""
 
     state: State
     groups: list[State]
@@ -178,17 +183,17 @@ class ScheduleState:
 
 
 def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
-    """Give a restored schedule the present length of the run; torch restores the old length and rate.
+    """Set the length of a restored schedule to the current length of the run, because torch restores the old length.
 
     Args:
         schedule: The schedule with its restored state.
-        fresh: Its state before that, from which its steps are repeated.
+        fresh: The state of the schedule before it was restored. The completed steps are repeated from this state.
 
     Returns:
-        Whether the length has changed. A length that shows neither in the state nor in the rates is unchanged.
+        Whether the length has changed. A change that affects neither the state nor the rates counts as unchanged.
 
     Raises:
-        ConfigError: If something else than the schedule has set the rates, which repeated steps would lose.
+        ConfigError: Other code than the schedule has set the rates. Repeating the steps would lose these rates.
     """
     saved = ScheduleState.of(schedule)
     if not _may_have_changed(schedule, fresh.state, saved.state):
@@ -214,7 +219,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
             fix="Or set the length in the schedule",
         )
     for group, own, start in zip(_groups(schedule), saved.groups, fresh.groups, strict=True):
-        # Values that the schedule does not change are those of the checkpoint.
+        # Settings that the schedule does not change are restored from the checkpoint.
         group.update(
             {key: one for key, one in own.items() if key not in RATES_OF_GROUPS and group.get(key) == start.get(key)}
         )
@@ -222,7 +227,7 @@ def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
 
 
 def _may_have_changed(schedule: LRScheduler, fresh: State, saved: State) -> bool:
-    """Return whether a restored schedule may have another length now, without stepping it."""
+    """Return whether the length of a restored schedule may have changed. The schedule is not stepped."""
     if isinstance(schedule, LambdaLR):  # its length is in functions
         rates = [
             float(base) * own(schedule.last_epoch)
@@ -247,7 +252,7 @@ def _groups(schedule: LRScheduler) -> list[State]:
 
 
 def needs_total(factory: functools.partial[LRScheduler]) -> bool:
-    """Return whether the schedule takes total_steps and the config does not set its length."""
+    """Return whether the schedule has a parameter total_steps, and the config does not set its length."""
     given = factory.keywords
     takes = "total_steps" in inspect.signature(factory.func).parameters
     # torch's OneCycleLR also takes its length as epochs * steps_per_epoch.
@@ -255,7 +260,7 @@ def needs_total(factory: functools.partial[LRScheduler]) -> bool:
 
 
 def changes_nothing(factory: functools.partial[LRScheduler]) -> bool:
-    """Return whether the schedule never changes the learning rate, so that no step has to pay for it."""
+    """Return whether the schedule never changes the learning rate, so that it need not be stepped."""
     return factory.func is Constant and not factory.keywords.get("warmup_steps")
 
 

@@ -1,4 +1,4 @@
-"""Convert a network to the dtypes of a word: its tensors, its inputs, the edges of kept layers, and float8 layers."""
+"""Conversion of a network to a precision: its tensors, its inputs, layers in other dtypes (precision.keep), and float8."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Arguments = tuple[object, ...]
 Keywords = dict[str, object]
 Function = TypeVar("Function", bound=Callable[..., object])
 never_compiled: Callable[[Function], Function] = torch.compiler.disable
-# The kernels of float8 take matrices whose sides are multiples of this.
+# The sides of matrices must be multiples of this number for float8 kernels.
 FLOAT8_MULTIPLE = 16
 
 
 def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Nested:
-    """Return the same structure with its floating-point tensors in `dtype`.
+    """Return the same structure with its floating-point tensors converted to `dtype`.
 
     Args:
         data: Nested data.
         dtype: The dtype.
-        notes: Receives (tensor after, tensor before) of every tensor that changed.
+        notes: A list to which the pair (converted tensor, original tensor) is added for every tensor that changes.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -43,17 +43,18 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
-    """Cast parameters and floating buffers in place. The Parameter objects stay the same.
+    """Convert parameters and floating-point buffers in place. The Parameter objects stay the same.
 
-    Kept layers get their own dtype. Layers with running statistics stay in float32 under a half word, because an
-    update by momentum is smaller than half a unit of bfloat16 long before the statistics have converged.
+    Layers in `kept` get their own dtype. If the precision has half parameters, layers with running statistics stay in
+    float32. In bfloat16, updates of the statistics by momentum would be rounded to 0 long before the statistics
+    converge.
     """
     for name, module in network.named_modules():
         if name in kept:
-            # Under autocast a kept float32 layer is float32 already.
+            # With autocast, parameters are float32, so that a layer kept in float32 needs no conversion.
             dtype = kept[name] if word.parameters is not None or kept[name] == torch.float64 else None
         elif word.parameters in HALF and isinstance(module, FEATURE_NORMS) and module.running_mean is not None:
-            # torch's kernels take half inputs with float32 parameters and statistics.
+            # torch's kernels support half-precision inputs with float32 parameters and statistics.
             dtype = torch.float32
         else:
             dtype = word.parameters
@@ -62,7 +63,7 @@ def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]
 
 
 def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's own floating parameters and buffers, without those of its submodules."""
+    """Convert a module's own floating-point parameters and buffers in place. Submodules are not changed."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -74,8 +75,8 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
 def attach_edges(
     network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
 ) -> list[RemovableHandle]:
-    """Attach the hooks that cast inputs and outputs, and return their handles."""
-    # Between layers that are not kept: the word's dtype, or float32, which autocast casts if needed.
+    """Attach the hooks that convert the inputs and outputs of the network and of kept layers. Return their handles."""
+    # The dtype of tensors between layers that are not kept. Autocast converts float32 if a layer needs it.
     flowing = word.parameters or torch.float32
     ends = Ends()
     handles = []
@@ -93,11 +94,13 @@ def attach_edges(
 
 
 class Ends:
-    """Unrounded outputs of kept layers at the end of the network, before they are cast to the dtype around them.
+    """Stores the outputs of kept layers before they are rounded, and replaces the rounded tensors in the network's output.
 
-    A layer's output is held until the network returns if it was among the outputs before, or if nothing is known yet:
-    at the first call of each forward, in training and in evaluation. If a strategy runs the layers without calling the
-    network, nothing is held.
+    The loss therefore receives the exact outputs of kept layers at the end of the network.
+
+    The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers, and
+    detects which of them are outputs of the network. Later calls store only these. If a strategy runs the layers
+    without calling the network, no output is stored.
     """
 
     def __init__(self) -> None:
@@ -106,7 +109,12 @@ class Ends:
         self.known: dict[tuple[bool, str | None], set[str]] = {}
 
     def begin(self, *, training: bool, forward: str | None) -> None:
-        """Begin a call of the network. forward: the name of its program or method; None is its own forward."""
+        """Start a call of the network.
+
+        Args:
+            training: Whether the network is in training mode.
+            forward: The name of the forward program or method; None for the network's forward.
+        """
         self.call = training, forward
 
     def hold(self, name: str, notes: list[tuple[Tensor, Tensor]]) -> None:
@@ -114,7 +122,7 @@ class Ends:
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Nested) -> Nested:
-        """Return the network's output with the unrounded outputs of kept layers, in float32, for the loss."""
+        """Return the network's output with the rounded outputs of kept layers replaced by the exact values in float32."""
         waiting, self.waiting = self.waiting, []
         call, self.call = self.call, None
         found: set[str] = set()
@@ -133,9 +141,10 @@ class Ends:
 
 
 class Edge:
-    """The hooks of one kept layer: autocast off, floating inputs cast, the output cast to the dtype around the layer.
+    """The hooks of a kept layer, which turn autocast off and convert floating-point inputs and outputs.
 
-    The hooks are methods of a plain object, so that a module with them can be copied and pickled.
+    Inputs are converted to the layer's dtype, and outputs to the dtype of the surrounding layers. The hooks are methods
+    of a plain object, so that a module with hooks can be copied and pickled.
     """
 
     def __init__(
@@ -146,7 +155,8 @@ class Edge:
         self.autocast: list[bool] = []
 
     def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-        # Not an autocast object that is entered here and left there: torch.compile follows only this form.
+        # torch.compile supports this call, but not an autocast context that is entered in one hook and exited in
+        # another.
         enabled = torch.is_autocast_enabled(self.device_type)
         self.autocast.append(enabled)
         if enabled:
@@ -165,12 +175,14 @@ class Edge:
 
 
 class Entrance:
-    """The hooks of the whole network under a true word: floating inputs are cast, integer inputs are not.
+    """The hooks of the whole network, if the precision changes the dtype of parameters.
 
-    They cast the inputs and not the batch, so that targets stay exact. Tensors that a forward creates without a dtype
-    (torch.zeros(n)) have the network's dtype, too.
+    Floating-point inputs are converted.
 
-    Never compiled: torch.compile would make separate graphs of the hooks.
+    The hooks convert the inputs and not the batch, so that targets stay exact. They also set the default dtype, so that
+    tensors created without a dtype (torch.zeros(n)) have the network's dtype.
+
+    The hooks are never compiled, because torch.compile would make separate graphs of them.
     """
 
     def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:
@@ -192,7 +204,10 @@ class Entrance:
 
 
 def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
-    """Attach both hooks. With always_call, `leave` restores what `enter` set even if the forward raises."""
+    """Attach both hooks.
+
+    With always_call, `leave` undoes the changes of `enter` even if the forward raises an error.
+    """
     return [
         module.register_forward_pre_hook(crossing.enter, with_kwargs=True),
         module.register_forward_hook(crossing.leave, with_kwargs=True, always_call=True),
@@ -200,15 +215,15 @@ def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandl
 
 
 def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: bool = False) -> list[str]:
-    """Replace nn.Linear below `network` by torchao's Float8Linear, and return the names of the replaced layers.
+    """Replace nn.Linear layers in `network` by torchao's Float8Linear. Return the names of the replaced layers.
 
-    The parameters stay the same objects. Layers in `kept`, layers whose sides are not multiples of 16, and subclasses
-    of nn.Linear are not replaced.
+    The parameter objects stay the same. Layers in `kept`, layers with sides that are not multiples of 16, and
+    subclasses of nn.Linear are not replaced.
 
     Args:
         network: The network.
-        kept: Names of layers to leave out.
-        emulated: Compute in float32 with numbers rounded to float8, on any device. For tests.
+        kept: The names of layers that are not replaced.
+        emulated: Whether to compute in float32 with numbers rounded to float8, on any device. For tests.
     """
     refuse_without_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -218,7 +233,8 @@ def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: 
         convert_to_float8_training(
             network,
             module_filter_fn=lambda module, name: name in names,
-            # Products over a number of rows that is no multiple of 16, as in the last batch of an epoch, need padding.
+            # The number of rows may not be a multiple of 16, for example in the last batch of an epoch, and then needs
+            # padding.
             config=Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
         )
     return names

@@ -17,16 +17,17 @@ KEY = "precision.keep"
 def kept_layers(
     network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None = None
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every module that `keep` matches, by name, including the modules inside it.
+    """Return the dtype of every module that `keep` matches, and of the modules inside it, by module name.
 
     Args:
         network: The network.
-        keep: A pattern of module names (`blocks.*.norm1`) or a type (`LayerNorm`, `torch.nn.Softmax`, and its
-            subclasses), to fp32 or fp64. If two patterns match a module, the later one is used.
-        otherwise: The dtype of the other layers. None is float32.
+        keep: A mapping to `fp32` or `fp64`. A key is a pattern of module names (`blocks.*.norm1`), or a type
+            (`LayerNorm`, `torch.nn.Softmax`), which also matches subclasses. If several keys match a module, the last
+            is used.
+        otherwise: The dtype of all other layers; None for float32.
 
     Raises:
-        ConfigError: If a pattern matches nothing, or modules of different dtypes share a parameter.
+        ConfigError: A key matches no module, or modules of different dtypes share a parameter.
     """
     modules = dict(network.named_modules())
     raise_errors(
@@ -36,7 +37,7 @@ def kept_layers(
     )
     kept: dict[str, torch.dtype] = {}
     owners: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
-    # Parents come first.
+    # named_modules yields a parent before its children, so that children inherit its dtype.
     for name, module in network.named_modules(remove_duplicate=False):
         own = [word for pattern, word in keep.items() if matches(name, module, pattern)]
         dtype = DTYPES[own[-1]] if own else kept.get(name.rpartition(".")[0]) if name else None
@@ -52,7 +53,7 @@ def kept_layers(
 
 
 def keep_errors(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[ErrorDetails]:
-    """Return the errors of `kept_layers`."""
+    """Return the errors that `kept_layers` would raise."""
     try:
         kept_layers(network, keep, otherwise=otherwise)
     except ConfigError as error:

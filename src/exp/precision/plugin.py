@@ -1,6 +1,7 @@
-"""Lightning's precision plugin for each word of precision.word, with or without a loss scale.
+"""Lightning's precision plugin for each value of precision.word, with or without a loss scale.
 
-Private names of Lightning (seen in 2.6.6): Precision._after_closure, which calls on_before_optimizer_step and clips.
+This module uses a private name of Lightning (seen in 2.6.6): Precision._after_closure, which calls
+on_before_optimizer_step and clips gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
 
-# Compute capability of Ampere, the first with TensorFloat-32.
+# The compute capability of Ampere, the first GPU generation with TensorFloat-32.
 FIRST_CAPABILITY = (8, 0)
 
 
 class RunPrecision(Precision):
-    """A word of the config as Lightning's precision plugin, for steps that Lightning makes without a loss scale.
+    """Lightning's precision plugin for a value of precision.word, without a loss scale.
 
     Code that steps several optimizers in one batch (phases) follows PyTorch's AMP notes:
 
@@ -44,16 +45,18 @@ class RunPrecision(Precision):
         precision.update()                             # once per step, after all optimizers
 
     Attributes:
-        is_scaled: True if the loss is scaled.
-        skips: True if steps with non-finite gradients are skipped and counted.
-        is_whole: True if the module itself is the network and calls its parts: the user's own LightningModule.
+        is_scaled: Whether the loss is multiplied by a loss scale.
+        skips: Whether steps with non-finite gradients are skipped and counted.
+        is_whole: Whether the LightningModule itself is the network. This is true for a user's own LightningModule.
 
     Args:
-        word: The meaning of precision.word.
+        word: The settings of the value of precision.word.
         device_type: torch's name of the device, such as cpu or cuda.
-        keep: precision.keep. The names are those in the LightningModule's `network`, or in another module.
-        matmul: runtime.matmul, the precision of float32 matrix products. None follows the word.
-        scaler: The loss scale. None: no scale and no skipped steps.
+        keep: The value of precision.keep. Its module names are relative to `network` in a LightningModule, or to the
+            module itself.
+        matmul: The value of runtime.matmul, the precision of float32 matrix products. None uses the default of the
+            word.
+        scaler: The loss scale; None for no loss scale and no skipped steps.
     """
 
     is_whole: bool = False
@@ -82,40 +85,51 @@ class RunPrecision(Precision):
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor on the loss: 0-d on the device, or a float."""
+        """The factor by which the loss is multiplied: 0-d on the device, or a float."""
         return self.scaler.loss_scale
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """Optimizer steps skipped so far: 0-d on the device, or a float."""
+        """The number of optimizer steps skipped so far: 0-d on the device, or a float."""
         return self.scaler.skipped_steps
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on."""
+        """Return the loss multiplied by the loss scale, for the backward pass."""
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the loss scale, once per step."""
+        """Divide the gradients of an optimizer by the loss scale. Must be called at most once per step."""
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: object) -> object:
-        """Step, unless a gradient is not finite under a loss scale. Unscales first if that was not done."""
+        """Step the optimizer. If gradients are still scaled, unscale them first.
+
+        The step is skipped if a gradient is not finite and `skips` is true.
+        """
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> None:
-        """Set the scale of the next step, after every optimizer's step."""
+        """Set the loss scale of the next step. Must be called after the steps of all optimizers."""
         self.scaler.update()
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimizer's last step was skipped. Waits for the device."""
+        """Return whether the last step of this optimizer was skipped. The call waits for the device."""
         return self.scaler.has_skipped(optimizer)
 
     def agree_over(self, group: ProcessGroup) -> None:
-        """Skip a step on all ranks of a process group, which hold parts of one model, if one of them must skip it."""
+        """Skip a step on all ranks of a process group if one of them must skip it.
+
+        The ranks have parts of one model.
+        """
         self.scaler.agree_over(group)
 
     def check_values(self, values: Mapping[str, float], *, step: int) -> None:
-        """Warn of a falling loss scale or of many skipped steps, given the values written for a step."""
+        """Warn if the loss scale falls or many steps are skipped.
+
+        Args:
+            values: The values recorded for a step, by tag.
+            step: The step.
+        """
         if self.skips and "precision/skipped_steps" in values:
             scale = values["precision/loss_scale"] if self.is_scaled else None
             self._watch.see(step=step, loss_scale=scale, skipped_steps=values["precision/skipped_steps"])
@@ -123,20 +137,21 @@ class RunPrecision(Precision):
     # --- the network ---
 
     def represent(self, module: nn.Module) -> nn.Module:
-        """Cast the module's tensors to the word's dtypes in place. A second call changes nothing.
+        """Convert the module's tensors to the dtypes of the precision, in place. A second call changes nothing.
 
-        Call it before a checkpoint is loaded: float64 weights would otherwise be rounded to float32.
+        Call this before a checkpoint is loaded, because float64 weights would otherwise be rounded to float32.
 
         Raises:
-            ConfigError: For an error in `keep`.
+            ConfigError: precision.keep is invalid.
         """
         network = self._network(module)
         kept = kept_layers(network, self._keep(network), otherwise=self.word.parameters)
         if self.word.double:
-            # The weights of a loss and the states of metrics, too.
+            # The weights of losses and the states of metrics are also converted.
             for part in module.modules():
                 if isinstance(part, Metric):
-                    # Once: later its states may hold class numbers, which must stay integers.
+                    # A metric is converted only once, because later its states may contain class numbers, which must
+                    # stay integers.
                     if part.dtype is not torch.float64:
                         part.set_dtype(torch.float64)
                 else:
@@ -158,10 +173,12 @@ class RunPrecision(Precision):
         return module
 
     def attach(self, module: nn.Module) -> None:
-        """Attach the hooks to the network and set the process's switches, after convert_module. May be repeated.
+        """Attach the hooks to the network, and set the TensorFloat-32 switches of the process.
 
-        A strategy that shards or cuts the network calls it again afterwards, in every stage. The hooks of FSDP then see
-        a layer's output before it is cast, and layers of other ranks have no hooks.
+        Call this after convert_module.
+
+        A strategy that shards or divides the network calls this again afterwards, in every pipeline stage. FSDP's hooks
+        then receive a layer's output before it is converted, and layers of other ranks have no hooks.
         """
         self.teardown()
         self._tf32.set()
@@ -171,23 +188,33 @@ class RunPrecision(Precision):
         self._handles = attach_edges(network, self.word, kept, device_type=self.device_type)
 
     def teardown(self) -> None:
-        """Remove the hooks from the network, and restore the process's switches. The dtypes stay."""
+        """Remove the hooks from the network, and restore the TensorFloat-32 switches of the process.
+
+        The dtypes do not change.
+        """
         while self._handles:
             self._handles.pop().remove()
         self._tf32.restore()
 
     def convert_input(self, data: Nested) -> Nested:
-        """Return the whole batch in float64 under fp64. Other words cast the network's inputs in its hooks."""
+        """Return the whole batch in float64 if the precision is fp64.
+
+        Otherwise the network's hooks convert its inputs.
+
+        If the LightningModule itself is the network, the batch is converted to the dtype of the parameters.
+        """
         if self.is_whole and self.word.parameters is not None:
             return cast(data, self.word.parameters)
         return cast(data, torch.float64) if self.word.double else data
 
     def cast_inputs(self, inputs: Nested) -> Nested:
-        """Return the network's inputs in the word's dtype, for a strategy that does not call the network itself."""
+        """Return the network's inputs in the parameters' dtype, for a strategy that runs layers without calling the
+        network.
+        """
         return inputs if self.word.parameters is None else cast(inputs, self.word.parameters)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of a forward: autocast, without its cache of cast weights, as in Lightning."""
+        """Return the context of a forward pass. Autocast has no cache of converted weights, as in Lightning."""
         if self.word.double or (self.is_whole and self.word.half_parameters):
             return _default_dtype(self.word.compute)
         if self.word.autocast is None:
@@ -195,23 +222,25 @@ class RunPrecision(Precision):
         return torch.autocast(self.device_type, dtype=self.word.autocast, cache_enabled=False)
 
     def without_autocast(self) -> AbstractContextManager[None]:
-        """Return the context of a backward inside a training step, which runs under autocast."""
+        """Return the context of a backward pass inside a training step: autocast off, because the step runs under
+        autocast.
+        """
         return nullcontext() if self.word.autocast is None else torch.autocast(self.device_type, enabled=False)
 
     def _network(self, module: nn.Module) -> nn.Module:
-        """Return the network of a training module. Any other module is its own network."""
+        """Return the network of a LightningModule. For any other module, return the module itself."""
         own = getattr(module, "network", None) if isinstance(module, LightningModule) and not self.is_whole else None
         return own if isinstance(own, nn.Module) else module
 
     def _keep(self, network: nn.Module) -> dict[str, str]:
-        """Return precision.keep with the layers that have no kernel in the word's dtype."""
+        """Return precision.keep, extended by float32 for layers that this device cannot run in the autocast dtype."""
         if self.word.autocast is None or self.device_type != "cpu":
             return self.keep
         without = {name: "fp32" for name, part in network.named_modules() if isinstance(part, nn.LSTM)}
         return self.keep if not without or _runs_lstm(self.word.autocast) else {**without, **self.keep}
 
     def _log_exceptions(self, network: nn.Module) -> None:
-        """Log, once per run, what differs from the word."""
+        """Log, once per run, which settings of the precision have no effect on this device or these layers."""
         if self._has_logged:
             return
         self._has_logged = True
@@ -226,11 +255,13 @@ class RunPrecision(Precision):
 
 
 class ScaledPrecision(RunPrecision):
-    """Steps under a loss scale (fp16), or steps of another word that are skipped if a gradient is not finite.
+    """Lightning's precision plugin that skips steps with non-finite gradients, and scales the loss if the precision is
+    fp16.
 
-    Forward and loss run under autocast, backward does not. After backward the gradients are unscaled once, for any
-    optimizer, so that on_before_optimizer_step and clipping see true gradients. (Lightning does not unscale for a fused
-    optimizer and cannot clip then.) The step follows, then the update of the scale.
+    Forward pass and loss run under autocast, the backward pass does not. After the backward pass, the gradients are
+    unscaled once, for any optimizer, so that on_before_optimizer_step and clipping receive the true gradients.
+    (Lightning does not unscale for a fused optimizer, and cannot clip then.) The optimizer step and the update of the
+    scale follow.
     """
 
     def pre_backward(  # type: ignore[override]  # Lightning's Precision narrows Fabric's signature, too
@@ -245,15 +276,15 @@ class ScaledPrecision(RunPrecision):
             raise ConfigError(self.word.optimizer_errors(optimizer))
         result = closure()
         if result is None and model.automatic_optimization:
-            # The training step returned no loss: there are no gradients to unscale.
+            # The training step returned no loss, so no gradients must be unscaled.
             self._after_closure(model, optimizer)
             return result
         self.unscale(optimizer)
         self._after_closure(model, optimizer)
         output = self.step(optimizer, **kwargs)
         if model.automatic_optimization or self.is_whole:
-            # exp's phases call update after the last of several optimizers. In the user's own module each optimizer
-            # step updates the scale, as in Lightning.
+            # With phases, exp calls update after the last optimizer. In a user's LightningModule, each optimizer step
+            # updates the scale, as in Lightning.
             self.update()
         return output
 
@@ -274,19 +305,20 @@ def build_precision(
     skips: bool = False,
     **scale: float,
 ) -> RunPrecision:
-    """Return the plugin for a word of `precision.word`.
+    """Return the precision plugin for a value of precision.word.
 
     Args:
-        word: The word.
+        word: The value of precision.word.
         device_type: torch's name of the device, such as cpu or cuda.
-        keep: precision.keep: a pattern of module names or a type, to fp32 or fp64.
-        matmul: runtime.matmul, the precision of float32 matrix products. None follows the word.
-        enabled: Whether there is a loss scale, which only fp16 has. None follows the word.
-        skips: Whether non-finite steps are skipped without a loss scale, too (runtime.non_finite=skip).
+        keep: The value of precision.keep: module name patterns or types, mapped to fp32 or fp64.
+        matmul: The value of runtime.matmul, the precision of float32 matrix products. None uses the default of the
+            word.
+        enabled: Whether to scale the loss, which only fp16 supports. None scales it for fp16.
+        skips: Whether to skip steps with non-finite gradients even without a loss scale (runtime.non_finite=skip).
         scale: init_scale, growth_factor, backoff_factor and growth_interval of torch.amp.GradScaler.
 
     Raises:
-        ConfigError: For an unknown word, or a scaler that is enabled for a word without one.
+        ConfigError: The word is unknown, or a loss scale is enabled for a word that does not support it.
     """
     meaning = read_word(word)
     if enabled and not meaning.needs_scaler:
@@ -302,7 +334,7 @@ def build_precision(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Change the default dtype: float64 for a loss's zeros and a metric's sums, or that of half parameters."""
+    """Set the default dtype in a context, because losses and metrics create tensors without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -314,12 +346,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class TensorFloat32:
     """Switches of TensorFloat-32 on CUDA, for matrix products and cuDNN (convolutions, recurrent layers).
 
-    They are set by their older names, which also set `fp32_precision`. If only the newer names are set, reading the
-    older ones raises, and Lightning and torch.backends.cudnn.flags read them (seen in torch 2.13, Lightning 2.6.6).
+    The switches are set by their older names, which also set `fp32_precision`. If only the newer names are set, reading
+    an older name raises an error. Lightning and torch.backends.cudnn.flags read older names (seen in torch 2.13,
+    Lightning 2.6.6).
 
     Args:
-        allowed: Whether CUDA may use TensorFloat-32. torch's default differs between convolutions and matrix products.
-        matmul: The precision of matrix products alone: highest, high or medium. None follows `allowed`.
+        allowed: Whether CUDA may use TensorFloat-32. Without this setting, torch's defaults differ between convolutions
+            and matrix products.
+        matmul: The precision of matrix products: highest, high or medium. None uses `allowed`.
     """
 
     def __init__(self, *, allowed: bool, matmul: str | None = None) -> None:
@@ -328,7 +362,7 @@ class TensorFloat32:
         self._before: tuple[str, bool] | None = None
 
     def set(self) -> None:
-        """Set the switches, and remember their values at the first call."""
+        """Set the switches. The first call stores their previous values."""
         if self._before is None:
             self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
             torch.set_float32_matmul_precision(self.matmul)
@@ -341,7 +375,7 @@ class TensorFloat32:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the values before `set`. Safe to call twice."""
+        """Restore the values that the switches had before `set`. Repeated calls change nothing."""
         if self._before is not None:
             matmul, torch.backends.cudnn.allow_tf32 = self._before
             torch.set_float32_matmul_precision(matmul)
@@ -349,7 +383,7 @@ class TensorFloat32:
 
 
 def why_without_effect(device_type: str) -> str | None:
-    """Return the reason why tf32 changes nothing on this device. None if it has an effect."""
+    """Return the reason why tf32 changes nothing on this device; None if it has an effect."""
     if device_type != "cuda":
         return f"{device_type} has no TensorFloat-32"
     capability = torch.cuda.get_device_capability()
@@ -360,10 +394,10 @@ def why_without_effect(device_type: str) -> str | None:
 
 @functools.cache
 def _runs_lstm(dtype: torch.dtype) -> bool:
-    """Return whether this CPU runs an LSTM under autocast in a dtype.
+    """Return whether this CPU can run an LSTM under autocast in a dtype.
 
-    oneDNN needs processor instructions for the dtype, such as AVX-512 for bfloat16. Without them torch 2.13 raises
-    "could not create a primitive".
+    oneDNN needs processor instructions for the dtype, such as AVX-512 for bfloat16. If the processor does not have
+    them, torch 2.13 raises "could not create a primitive".
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype):

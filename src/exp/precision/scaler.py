@@ -1,9 +1,10 @@
-"""Loss scale whose skipped steps are counted on the device, without waiting for it.
+"""Gradient scaler that counts skipped steps on the device, without waiting for the device.
 
-Private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`, `_unscale_grads_`, `_scale` and
-`_device` of torch.amp.GradScaler; `_step_supports_amp_scaling` of an optimizer that was made fused. The step of such an
-optimizer reads the attributes `grad_scale` and `found_inf`, which GradScaler sets and removes. It changes neither
-parameters nor state if `found_inf`, 0-d in float32, is not 0.
+This module uses private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`,
+`_unscale_grads_`, `_scale` and `_device` of torch.amp.GradScaler, and `_step_supports_amp_scaling` of fused optimizers.
+
+The step of a fused optimizer reads the attributes `grad_scale` and `found_inf`, which GradScaler sets and removes. If
+`found_inf`, 0-d in float32, is not 0, the step changes neither parameters nor state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
-# The first step reduces the scale from 65536 to 1 in 16 skips. More skips in a row do not search for a scale.
+# At the start of a run, 16 skips reduce the scale from 65536 to 1. More skips in a row have another cause.
 SKIPS_IN_A_ROW = 20
 FIX = (
     "a gradient is infinite or not a number whatever the scale. Find the layer with python -m exp.precision and keep "
@@ -33,14 +34,14 @@ UNSCALED_FIX = (
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler that counts the steps it skips because a gradient is infinite or not a number.
+    """A torch.amp.GradScaler that counts the steps it skips because a gradient is infinite or nan.
 
-    The counts stay on the scaler's device: counting does not wait for the device, reading a count does. `step` unscales
-    if that was not done, for fused optimizers, too. An optimizer without a gradient, or without a parameter on a rank
-    of a pipeline, passes through and still agrees with the other ranks.
+    The counts are on the scaler's device. Counting does not wait for the device, but reading a count does. `step`
+    unscales gradients that are still scaled, also for fused optimizers. On a pipeline rank, an optimizer may have no
+    gradient or no parameter. It is not stepped, but the rank still takes part in the decision to skip.
 
     Attributes:
-        scales: Whether the loss is multiplied.
+        scales: Whether the loss is multiplied by the scale.
     """
 
     scales = True
@@ -54,9 +55,9 @@ class CountingScaler(torch.amp.GradScaler):
         self._group: ProcessGroup | None = None
 
     def agree_over(self, group: ProcessGroup | None) -> None:
-        """Skip a step on all ranks of the group if one of them must skip it: found_inf is reduced (MAX).
+        """Skip a step on all ranks of a process group if one of them must skip it. `found_inf` is reduced with MAX.
 
-        The ranks hold different parts of one model. Each must call unscale_ or step in the same order.
+        The ranks have different parts of one model. All ranks must call unscale_ and step in the same order.
         """
         self._group = group
 
@@ -64,7 +65,7 @@ class CountingScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return
         if self._scale is None:
-            # A rank whose part of the model has no loss never scaled one. It may have no trained parameter either.
+            # A pipeline rank without the loss has not initialized the scale. It may also have no trained parameter.
             held = (p.device for group in optimizer.param_groups for p in group["params"])
             self.scale(torch.zeros((), device=next(held, self._device)))
         super().unscale_(optimizer)
@@ -86,7 +87,7 @@ class CountingScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         known = len(optimizer.state)
         has_parameters = any(group["params"] for group in optimizer.param_groups)
-        # A fused step looks at its first parameter, and a rank may have no trained one.
+        # A fused step needs at least one parameter, and a rank may have no trained parameter.
         result = super().step(optimizer, *args, **kwargs) if has_parameters else None
         found = self._found_inf_per_device(optimizer).values()
         skip = torch.stack([tensor.to(self._scale_device()) for tensor in found]).amax()
@@ -94,8 +95,8 @@ class CountingScaler(torch.amp.GradScaler):
         self._skipped = self._skipped + skip
         self._taken = self._taken + (1 - skip)
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
-            # A skipped fused SGD leaves the momentum that it makes by empty_like uninitialized (torch 2.13).
-            # Checked only at the step that makes it, because this waits for the device.
+            # If a step of fused SGD is skipped, the momentum that it created with empty_like is uninitialized (torch
+            # 2.13). This is checked only in the step that creates the momentum, because the check waits for the device.
             for parameter in list(optimizer.state)[known:]:
                 del optimizer.state[parameter]
         return result
@@ -110,25 +111,30 @@ class CountingScaler(torch.amp.GradScaler):
             self._unscaled.clear()
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether this optimizer's last step changed nothing. Waits for the device."""
+        """Return whether the last step of this optimizer was skipped. The call waits for the device."""
         return optimizer in self._skips and bool(self._skips[optimizer].item())
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """Steps skipped so far, also before a resume: 0-d on the scaler's device, or a float before the first step."""
+        """The number of steps skipped so far, including those before a resume.
+
+        It is 0-d on the scaler's device, or a float before the first step.
+        """
         return self._skipped.detach() if isinstance(self._skipped, Tensor) else float(self._skipped)
 
     @property
     def taken_steps(self) -> Tensor | int:
-        """Steps of this process that were not skipped: 0-d on the scaler's device, or 0 before the first step."""
+        """The number of steps of this process that were not skipped: 0-d on the scaler's device, or 0 before the first
+        step.
+        """
         return self._taken
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor on the loss: 0-d on the scaler's device, or a float before the first step."""
+        """The factor by which the loss is multiplied: 0-d on the scaler's device, or a float before the first step."""
         if not self.is_enabled() or self._scale is None:
             return self.get_scale()
-        # The scaler updates its tensor in place. A value that waits in a buffer must not change.
+        # The scale is cloned, because the scaler updates it in place, and recorded values must not change.
         return self._scale.detach().clone()
 
     def state_dict(self) -> State:
@@ -142,7 +148,7 @@ class CountingScaler(torch.amp.GradScaler):
 
 
 class FiniteSteps(CountingScaler):
-    """A scaler with the constant scale 1, which only skips and counts steps with non-finite gradients."""
+    """A scaler with a constant scale of 1. It only skips and counts steps with non-finite gradients."""
 
     scales = False
 
@@ -172,7 +178,11 @@ class FiniteSteps(CountingScaler):
 
 
 class ScaleWatch:
-    """Warns once if the loss scale vanishes or steps are skipped in a row. fix: the end of the warning."""
+    """Warns once if the loss scale falls below 1, or if many steps in a row are skipped.
+
+    Args:
+        fix: The end of the warning.
+    """
 
     def __init__(self, fix: str = FIX) -> None:
         self._fix = fix
@@ -182,12 +192,13 @@ class ScaleWatch:
         self._has_warned = False
 
     def see(self, *, step: int, loss_scale: float | None, skipped_steps: float) -> None:
-        """Look at the values written for a step.
+        """Check the values recorded for a step, and warn if necessary.
 
         Args:
-            step: The step of the run, counted from 1.
-            loss_scale: None if steps are skipped without a scale.
-            skipped_steps: The skipped steps of all optimizers. Phases have several per step.
+            step: The step of the run, from 1.
+            loss_scale: The loss scale; None if the loss is not scaled.
+            skipped_steps: The number of skipped steps of all optimizers so far. With phases, a step of the run has
+                several optimizer steps.
         """
         if self._seen is not None:
             steps, skips = step - self._seen[0], skipped_steps - self._seen[1]

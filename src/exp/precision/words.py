@@ -1,4 +1,4 @@
-"""The words of precision.word: their dtypes, their properties, and the devices and optimizers they support."""
+"""The values of precision.word, with their dtypes and the devices and optimizers that support them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from exp.errors import (
     unknown_word,
 )
 
-# Compute capability of Hopper, the first whose tensor cores multiply float8.
+# The compute capability of Hopper, the first GPU generation with float8 tensor cores.
 HOPPER = (9, 0)
 KEY, BF16 = "precision.word", "Write precision=bf16"
 HALF = (torch.float16, torch.bfloat16)
-# The smallest number of float16 is 6e-8. Half of it and less is rounded to 0.
+# The smallest positive float16 number, 6e-8. Half of this number, and smaller numbers, are rounded to 0.
 SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
-# The settings of a loss scale in every option of precision.
+# The default settings of precision.scaler.
 SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """A word of precision.word.
+    """The settings of a value of precision.word.
 
     Args:
-        name: The word.
-        parameters: The dtype of the network's parameters, floating buffers, gradients and optimizer state. None leaves
-            them unchanged, which is float32.
-        autocast: The dtype of torch.autocast. None: no autocast.
-        tf32: Float32 matrix products and convolutions may be computed in TensorFloat-32.
-        float8: Linear layers multiply in float8, which only CUDA supports.
+        name: The value, such as bf16.
+        parameters: The dtype of the network's parameters, floating-point buffers, gradients and optimizer state. None
+            does not change them, so that they are float32.
+        autocast: The dtype of torch.autocast; None for no autocast.
+        tf32: Whether float32 matrix products and convolutions may be computed in TensorFloat-32.
+        float8: Whether linear layers multiply in float8, which only CUDA supports.
     """
 
     name: str
@@ -54,28 +54,31 @@ class Word:
 
     @property
     def half_parameters(self) -> bool:
-        """True if parameters, gradients and optimizer state have 16 bits."""
+        """Whether parameters, gradients and optimizer state have 16 bits."""
         return self.parameters in HALF
 
     @property
     def double(self) -> bool:
-        """True if everything is float64: the batch with its targets, the network, the loss and the metrics."""
+        """Whether everything is float64: the batch with its targets, the network, the loss and the metrics."""
         return self.parameters is torch.float64
 
     @property
     def needs_scaler(self) -> bool:
-        """True if float32 parameters get float16 gradients, which underflow unless the loss is scaled."""
+        """Whether float32 parameters have float16 gradients, which underflow unless the loss is scaled."""
         return self.autocast is torch.float16
 
     @property
     def mixed_word(self) -> Word:
-        """The word with the same compute dtype and float32 parameters, if this one has half parameters."""
+        """The settings with the same compute dtype and float32 parameters.
+
+        If parameters are not half precision, the same object.
+        """
         if not self.half_parameters:
             return self
         return next(word for word in WORDS.values() if word.autocast is self.parameters)
 
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:
-        """Yield an error for each setting of precision.scaler that does not suit this word."""
+        """Yield an error for each setting of precision.scaler that this precision does not support."""
         enabled, key = scaler["enabled"], "precision.scaler"
         if enabled is not None and enabled is not self.needs_scaler:
             expected = "false: only fp16 has a loss scale, for the float16 gradients of float32 parameters"
@@ -91,7 +94,7 @@ class Word:
                     yield not_supported_with(f"{key}.{name}", scaler[name], other, f"{default}, the default", fix)
 
     def device_errors(self, accelerator: str) -> list[ErrorDetails]:
-        """Return an error if the device (cpu, cuda or mps) does not support this word."""
+        """Return an error if the device (cpu, cuda or mps) does not support this precision; otherwise an empty list."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "it has no kernels for the loss scale of fp16" if self.needs_scaler else "it has no float64"
             return [not_supported_with(KEY, self.name, "mps", f"fp32 or bf16: {reason}", BF16)]
@@ -99,7 +102,7 @@ class Word:
         return [error] if error is not None else []
 
     def optimizer_errors(self, optimizer: Optimizer) -> list[ErrorDetails]:
-        """Return an error if the optimizer cannot step in this word's dtypes."""
+        """Return an error if the optimizer cannot step in the dtypes of this precision; otherwise an empty list."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
             return [not_supported_with(KEY, self.name, "LBFGS", "bf16 or fp32: LBFGS cannot skip a step", BF16)]
         if self.parameters is not torch.float16:
@@ -114,24 +117,24 @@ class Word:
 
 
 def refuse_without_torchao() -> None:
-    """Raise MissingExtraError if torchao, which computes fp8, is not installed."""
+    """Raise MissingExtraError if torchao is not installed. fp8 requires torchao."""
     if not is_installed("torchao"):
         raise MissingExtraError(feature="precision=fp8", package="torchao", extra="fp8")
 
 
 def read_word(name: str) -> Word:
-    """Return the word of a name, or raise ConfigError if it is unknown."""
+    """Return the settings of a value of precision.word. Raise ConfigError if the value is unknown."""
     if name not in WORDS:
         raise ConfigError([unknown_word(KEY, name, WORDS)])
     return WORDS[name]
 
 
 def float8_error(accelerator: str, capability: tuple[int, int] | None = None) -> ErrorDetails | None:
-    """Return the error of a device without float8, or of a missing torchao.
+    """Return an error if the device does not support float8, or if torchao is not installed; otherwise None.
 
     Args:
         accelerator: cpu, cuda or mps.
-        capability: The GPU's compute capability. None: ask torch.
+        capability: The compute capability of the GPU; None to query torch.
     """
     if capability is None and accelerator == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()

@@ -196,6 +196,15 @@ def test_words_may_be_what_else_is_missing(tmp_path):
     assert made.fit()["table"]["fills"].tolist() == [2.0]
 
 
+def test_missing_numbers_are_no_days(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("when,n,kind\n1997-05-18,9999,a\n1970-01-01,1,b\n")
+    made = Csv(
+        path=str(path), target="kind", dates=["when"], missing_values=[0, 9999], impute="mean", standardise=False
+    )
+    assert values(made).tolist() == [[9999, 1], [0, 1]]
+
+
 @pytest.mark.parametrize("name", ["", "Unnamed: 0"])
 def test_a_nameless_column_of_row_numbers_is_left_out(name, tmp_path):
     path = tmp_path / "t.csv"

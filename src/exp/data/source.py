@@ -127,7 +127,8 @@ class Source(ABC):
             _append(table, chunk[:, : len(numbers)])
             _append(coded, chunk[:, len(numbers) :])
         if self.missing.numbers:
-            table[np.isin(table, list(self.missing.numbers))] = np.nan
+            is_day = np.array([column in days or self.is_date(column) for column in numbers], dtype=bool)
+            table[np.isin(table, list(self.missing.numbers)) & ~is_day] = np.nan
         found = {column: words_in_order(coded[:, place], codes[column].words) for place, column in enumerate(words)}
         missing = {column: np.isnan(table[:, place]) for place, column in enumerate(numbers)}
         missing |= {column: found[column].codes < 0 for column in words}

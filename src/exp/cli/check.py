@@ -1,4 +1,7 @@
-"""python -m exp.check [flags] [overrides]: report the errors of a config, or ok. Train nothing, write no file."""
+"""python -m exp.check [flags] [overrides]: report the errors of a config, or print ok.
+
+Nothing is trained, and no file is written.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ PROGRAM = "python -m exp.check"
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Check the run that `python -m exp.train` with the same command line would start; with -m every job of the sweep.
+    """Check the run that `python -m exp.train` would start with the same arguments. With -m, check all jobs of a sweep.
 
     Returns:
-        0 after a line that begins with ok, or 2 after the list of errors.
+        Exit status: 0 if the config has no errors, 2 if it has errors.
     """
     # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -59,7 +62,7 @@ def _check_run(arguments: argparse.Namespace) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Return one line about a plan: parameters, data, strategy and precision."""
+    """Return the line that begins with `ok`: number of parameters, data, strategy and precision of a plan."""
     settings, placed = plan.settings, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {settings.precision.word}"
@@ -72,7 +75,12 @@ def summary(plan: Plan) -> str:
 
 
 def _check_sweep(arguments: argparse.Namespace) -> str:
-    """Return a line with the number of jobs, or raise ConfigError with the errors of all jobs."""
+    """Return the line that begins with `ok`, with the number of jobs.
+
+    Raises:
+        ConfigError: Jobs have errors. The errors of all jobs are reported together.
+        RunError: The jobs cannot be listed.
+    """
     from hydra.errors import HydraException
 
     from exp.check.examination import config_errors
@@ -89,7 +97,7 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         check=config_errors,
     )
     processes = JobProcesses(fit, validate)
-    # Only the name of the jobs' directories, which are not made. It must be below the working directory.
+    # The directory is not created. Its path must be below the working directory, so that the check accepts it.
     jobs = Sweep(
         master=master,
         directory=Path.cwd() / "check",
@@ -98,7 +106,7 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         is_dry=True,
     )
     try:
-        # Hydra's sweeper writes a file, and the working directory may be read-only.
+        # A temporary directory, because Hydra's sweeper writes a file and the working directory may be read-only.
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, jobs, directory=Path(directory))
     except HydraException as error:

@@ -1,4 +1,4 @@
-"""The command line of `python -m exp.train`: flags, help, and the printed config."""
+"""The command line of `python -m exp.train`: its flags, its help text, and printing the config by --cfg."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = (
     "--help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--config-name", "--config-dir",
     "--samples",
 )  # fmt: skip
-# The default of --samples: exp.data reads so many of each split.
+# The default of --samples: the number of samples that exp.data reads from each split.
 MOST_SAMPLES = 100_000
 HELP = """\
 {program} [flags] [overrides]
@@ -59,7 +59,7 @@ Flags:
 
 Your own options are in ./conf and override exp's. Results are in outputs/.
 """
-# The groups that a newcomer needs, in the order of the help.
+# The most important groups, whose options the help lists first.
 FIRST_GROUPS = ("model", "data", "precision", "strategy", "hooks")
 
 
@@ -88,7 +88,11 @@ def _parser(program: str) -> _Parser:
 
 
 def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.Namespace:
-    """Return flags and overrides, which may be in any order.
+    """Parse the flags and overrides of a command, in any order.
+
+    Args:
+        argv: Arguments, without the program.
+        program: Name of the command for messages.
 
     Raises:
         ConfigError: A flag is unknown or wrongly used.
@@ -106,9 +110,11 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
 
 
 def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each unknown flag with its value, such as LightningCLI's `--trainer.max_epochs 5`.
+    """Yield each unknown flag with its value, such as `--trainer.max_epochs 5` of LightningCLI.
 
-    flags: The known flags, which may be abbreviated.
+    Args:
+        argv: Arguments, without the program.
+        flags: Known flags. Users may abbreviate them.
     """
     words = iter(enumerate(argv))
     for index, word in words:
@@ -124,7 +130,12 @@ def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[
 
 
 def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[ErrorDetails]:
-    """Return an error for each unknown flag, with the override to write instead."""
+    """Return an error for each unknown flag. The fix is an equivalent override.
+
+    Args:
+        foreign: Unknown flags and their values.
+        multirun: The command is a sweep (-m).
+    """
     vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
     errors = []
     for flag, value in foreign:
@@ -148,7 +159,7 @@ def _read_mode(arguments: argparse.Namespace) -> None:
 
 
 def _read_samples(text: str) -> int | None:
-    """Return the number of samples; None for all."""
+    """Return the value of --samples; None for `all`."""
     if text == "all":
         return None
     if not text.isdecimal() or not int(text):
@@ -158,12 +169,15 @@ def _read_samples(text: str) -> int | None:
 
 @secrets_kept()
 def answer_question(arguments: argparse.Namespace) -> bool:
-    """Print the help or the config if the command asks for it.
+    """Print the help for --help, or the config for --cfg.
 
-    This imports neither torch nor lightning.
+    Neither torch nor lightning is imported.
+
+    Args:
+        arguments: Parsed arguments of the command.
 
     Returns:
-        True if the command asks; it then runs nothing.
+        True if the help or the config was printed. The command must then run nothing.
 
     Raises:
         ConfigError: The overrides have errors.
@@ -180,7 +194,11 @@ def answer_question(arguments: argparse.Namespace) -> bool:
 
 
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
-    """Return the part of a composed config that --cfg and --package name, as YAML."""
+    """Return the YAML text of the part of a config that --cfg and --package select.
+
+    Raises:
+        ConfigError: --package is not a node of the config, or a value cannot be resolved.
+    """
     names = [str(name) for name in config if arguments.cfg == "all" or (name == "hydra") == (arguments.cfg == "hydra")]
     try:
         if arguments.package is None:
@@ -199,10 +217,14 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
 
 
 def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
-    """Return the page of --help, or the options of the named groups.
+    """Return the text of --help.
+
+    Args:
+        vocabulary: Groups and options of the search path.
+        groups: Config groups. If given, the text is only the options of these groups.
 
     Raises:
-        ConfigError: A word of `groups` is no group.
+        ConfigError: A name in `groups` is not a config group.
     """
     titles = dict.fromkeys((*vocabulary.groups, *vocabulary.own), "one of")
     titles |= {group: title for title, of in TITLES for group in of if group in titles}
@@ -239,9 +261,11 @@ def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:
 
 
 def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:
-    """Return the command that trains with other values.
+    """Return a command of exp.train with given overrides and new values.
 
-    values: texts by dotted key; keys that the config does not have begin with a +.
+    Args:
+        overrides: Overrides. Those of keys in `values` and of hydra.run.dir are left out.
+        values: Texts of the new values by dotted key. A key that the config does not have begins with a +.
     """
     keys = {*map(key_of, values), "hydra.run.dir"}
     typed = [text for text in overrides if key_of(text) not in keys]

@@ -1,6 +1,6 @@
-"""The table of exp's commands: each command's module, its purpose in one line, and the words that it takes.
+"""The table of exp's commands: for each command its module, a line of help, and its flags and keys.
 
-Every start and every tab completion reads this table, so it imports almost nothing.
+This module imports almost nothing, because every command and every tab completion imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 # The package exp. If users remove a folder of extras/, its commands disappear.
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
-# The word for any file or folder as the value of a flag or a key.
+# The value of a flag or a key that accepts any file or folder.
 PATH = "path"
 ALLOW = "--allow="
 SWITCH = "true|false"
@@ -25,13 +25,15 @@ HYDRA_FLAGS = (
 
 
 class Command(NamedTuple):
-    """A command: `exp NAME ...` and `python -m exp.NAME ...`.
+    """A command, which is run by `exp NAME ...` or `python -m exp.NAME ...`.
 
-    module: the module below exp whose `main()` runs it and returns the exit status.
-    has_overrides: the command takes overrides of a config.
-    flags: the command's own flags, with a = before a value, and after it the words A|B that the value may be.
-    keys: the command's own keys, key=value, each with the words that the value may be.
-    words: the words that may be written alone.
+    Args:
+        module: Module in the package exp. Its function `main` runs the command and returns the exit status.
+        help: Line for `exp --help`.
+        has_overrides: The command accepts overrides of a config.
+        flags: Flags of the command. A flag with a value ends with `=`, or with `=A|B` if the value is A or B.
+        keys: Keys of the command, for arguments `key=value`, each with its allowed values as `A|B`.
+        words: Allowed values of arguments without a key, as `A|B`.
     """
 
     module: str
@@ -50,7 +52,7 @@ def _tool(module: str, help: str, *flags: str, words: str = "") -> Command:
     return Command(module, help, False, flags, {}, words)
 
 
-# In the order of --help.
+# Commands by section, in the order of --help.
 SECTIONS: dict[str, dict[str, Command]] = {
     "Train": {
         "train": _of_config("cli.train", "one run, or with -m a sweep"),
@@ -99,7 +101,10 @@ SECTIONS: dict[str, dict[str, Command]] = {
 
 
 def has_extra(name: str) -> bool:
-    """Return whether the folder `extras/NAME` is there. A removed folder may leave its compiled files."""
+    """Return whether the package `extras/NAME` exists.
+
+    Its `__init__.py` is checked, because a removed folder may leave compiled files.
+    """
     return os.path.isfile(os.path.join(PACKAGE, "extras", name, "__init__.py"))
 
 

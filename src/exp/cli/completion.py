@@ -30,10 +30,10 @@ from exp.output import command
 
 # Hydra's own groups that exp reads.
 HYDRA_GROUPS = {"hydra/launcher": ["exp", "slurm", "ray"], "hydra/sweeper": ["exp"]}
-# The kinds of keys.
+# Kinds of values in a config: a mapping, a boolean, any other value.
 NODE, SWITCH, VALUE = "node", "switch", "value"
 SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
-# The script runs the exp of PATH, and no file of the working directory.
+# The script runs the program exp found on PATH, never a file of the working directory.
 BASH = r"""_exp_complete() {
     local line program="$(type -P exp)"
     COMPREPLY=()
@@ -63,9 +63,13 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell. Return 0, or 2 for any other word."""
+    """Print the completion script of a shell, or the completions of a command line for such a script.
+
+    Returns:
+        Exit status: 0, or 2 for unknown arguments.
+    """
     if len(argv) == 3 and argv[0] == "answer":
-        # The scripts pass the text that bash replaces, and the line before the cursor.
+        # The scripts pass the text that the shell will replace, and the command line up to the cursor.
         print("".join(f"{line}\n" for line in answer(*argv[1:])), end="")
     elif list(argv) in (["-h"], ["--help"]):
         print(__doc__)
@@ -79,11 +83,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(replaced: str, before: str) -> list[str]:
-    """Return the completions of the end of a line.
+    """Return the completions of a command line, as texts that replace `replaced`.
 
     Args:
-        replaced: The text that the shell replaces. Bash begins a word after each `=`.
-        before: The line before the cursor.
+        replaced: Text before the cursor that the shell replaces by a completion. In bash it begins after the last `=`.
+        before: Command line up to the cursor.
     """
     words, current, quote = _split(before)
     plain = replaced if quote else _split(replaced)[1]
@@ -92,19 +96,30 @@ def answer(replaced: str, before: str) -> list[str]:
 
 
 def _split(text: str) -> tuple[list[str], str, str]:
-    """Return the whole words of the beginning of a command line, its last word without quotes, and the open quote."""
+    """Split the beginning of a command line into words.
+
+    Returns:
+        The complete words.
+        The last word, which may be incomplete, without quotes.
+        The quote that is open at the end, or "".
+    """
     end = "\0"
     for quote in ("", "'", '"'):
         try:
             *words, current = shlex.split(f"{text}{end}{quote}")
-        except ValueError:  # within another kind of quotes
+        except ValueError:  # another quote is open
             continue
         return words, current.removesuffix(end), quote
     return [], "", ""
 
 
 def complete(words: Sequence[str], current: str) -> Sequence[str]:
-    """Return the completions of the last word of a line. words: The words between `exp` and the last word."""
+    """Return the completions of the last word of a command line.
+
+    Args:
+        words: Words between `exp` and the last word.
+        current: Last word, which may be incomplete.
+    """
     if not words or words[0] == "help":
         return [*COMMANDS, "help", "--help", "--version"] if not words else list(COMMANDS)
     if words[0] not in COMMANDS:
@@ -130,14 +145,20 @@ def complete(words: Sequence[str], current: str) -> Sequence[str]:
 
 
 def _words(alternatives: str) -> list[str]:
-    """Return the words of `A|B` in the command table; none for files, which the shell offers."""
+    """Return the values in a text `A|B` of the command table. PATH has no values, because the shell completes files."""
     if alternatives == "experiment":
         return Typed.of([]).options("experiment")
     return [word for word in alternatives.split("|") if word and word != PATH]
 
 
 class Typed(NamedTuple):
-    """The config that a command line selects, without the word that is completed."""
+    """The config that a command line selects, ignoring the word that is being completed.
+
+    Args:
+        overrides: Overrides before the last word.
+        config_dir: Directory of --config-dir, if it exists.
+        config_name: Name of the primary config.
+    """
 
     overrides: Sequence[str]
     config_dir: str | None
@@ -145,7 +166,7 @@ class Typed(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Typed:
-        """Return the config that the words of a command select."""
+        """Return the config that the words of a command line select."""
         flags = {word: value for word, value in itertools.zip_longest(words, words[1:]) if word[:1] == "-"}
         flags |= dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
         config_dir = flags.get("--config-dir") or flags.get("-cd")
@@ -156,12 +177,12 @@ class Typed(NamedTuple):
         )
 
     def words(self, current: str) -> list[str]:
-        """Return the completions of an override: a group, a key, or a key with its value."""
+        """Return the completions of an incomplete override: groups, keys, or values of a key."""
         typed, sign, value = current.partition("=")
         name = typed.lstrip("+~")
         plus = typed[: len(typed) - len(name)]
         if sign:
-            # The last value of a list or a sweep is completed; the earlier ones are not offered again.
+            # In a list or a sweep, the last value is completed. The values before it are not proposed again.
             *before, last = re.split(r"[\[,]", value)
             start = f"{typed}={value[: len(value) - len(last)]}"
             ends = [",", "]"] if "[" in value else [""]
@@ -177,17 +198,17 @@ class Typed(NamedTuple):
         return [*found, *(f"{plus}{end}" for end in _ends(self.below(""), plus)), *([] if plus else ["from_run="])]
 
     def groups(self) -> list[str]:
-        """Return the config groups: folders of YAML files in a place of configs."""
+        """Return the config groups: folders with YAML files in the directories of configs."""
         folders = (path for place in search_places(config_dir=self.config_dir) for path in place.directory.iterdir())
         return sorted({path.name for path in folders if path.is_dir() and options_in(path)})
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group, the user's own first."""
+        """Return the options of a group. The user's options come first."""
         places = search_places(config_dir=self.config_dir)
         return list(dict.fromkeys(option for place in places for option in options_in(place.directory / group)))
 
     def values(self, key: str) -> list[str]:
-        """Return the options of a group, or true and false for a switch."""
+        """Return the values to propose for a key: options of a group, or true and false for a boolean."""
         if key in HYDRA_GROUPS:
             return HYDRA_GROUPS[key]
         parent, _, name = key.rpartition(".")
@@ -196,8 +217,12 @@ class Typed(NamedTuple):
         return self.options(key) or (["true", "false"] if is_switch else [])
 
     def below(self, parent: str) -> dict[str, str]:
-        """Return the names below a dotted key of the config, each with its kind; at the top for an empty key."""
-        # The keys at the top are always those of train.yaml.
+        """Return the names directly below a dotted key of the config, each with the kind of its value.
+
+        Args:
+            parent: Dotted key. "": the top level of the config.
+        """
+        # At the top level, the keys of train.yaml are returned without composing, which takes longer.
         if not parent:
             content = read_yaml(OWN_CONF / "train.yaml")
             kinds = {str(key): _kind(value) for key, value in content.items() if key not in ("defaults", "hydra")}
@@ -211,21 +236,24 @@ class Typed(NamedTuple):
         }
 
     def choices(self) -> list[str]:
-        """Return the overrides that add keys or remove them: choices of groups, additions, targets."""
+        """Return the overrides that may add or remove keys of the config.
+
+        They choose options of groups, begin with a sign, or set a `_target_`. Of swept options, the first is used.
+        """
         groups = self.groups()
         keys = [(word, word.lstrip("+~").partition("=")[0]) for word in self.overrides]
         chosen = [word for word, key in keys if key in (*groups, "from_run") or word[0] in "+~" or "_target_" in key]
         return [SEVERAL.sub(r"\1", word) for word in chosen]  # of a sweep the first choice
 
     def compose_kinds(self, choices: Sequence[str]) -> dict[str, str]:
-        """Return the kind of each key of the config that overrides compose."""
+        """Compose the config with given overrides, and return the kind of each key's value by dotted key."""
         from exp.check.stages import compose
         from exp.config.copying import raw_values
         from exp.errors import ExpError
 
         try:
             config = compose(choices, config_dir=self.config_dir, config_name=self.config_name)
-        except ExpError:  # which the command itself reports
+        except ExpError:  # the command reports the error when it is run
             default = self._replace(config_name="train")
             return default.compose_kinds(()) if choices or default != self else {}
         return {key: _kind(value) for key, value in leaves(raw_values(config)) if not key.startswith("_composition_")}

@@ -1,7 +1,7 @@
 """Run a command of exp by its name: `exp NAME ...`, `python -m exp NAME ...` and `python -m exp.NAME ...`.
 
-Packages add commands with an entry point of the group `exp.commands`: `NAME = "package.module:main"`. Its
-`main()` reads `sys.argv` and returns the exit status.
+Other packages can add commands by an entry point of the group `exp.commands`: `NAME = "package.module:main"`. The
+function `main` reads `sys.argv` and returns the exit status.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the command line names.
+    """Run the command that is named by the first argument.
+
+    Args:
+        argv: Arguments, without the program. Default: those of this process.
 
     Returns:
-        The exit status of the command; 0 after the help, 2 for an unknown command.
+        Exit status of the command. 0 after the help, 2 for an unknown command.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # `exp help train` and `exp --help train` are `exp train --help`.
+    # `exp help train` and `exp --help train` are equivalent to `exp train --help`.
     if len(words) > 1 and words[0] in HELP and words[1] in COMMANDS:
         words = [words[1], "--help"]
     if words and (words[0] in COMMANDS or words[0] in plugins()):
-        # The run directory records sys.argv, as after `python -m exp.NAME`.
+        # sys.argv is set as for `python -m exp.NAME`, because the run directory records it.
         sys.argv = [os.path.join(PACKAGE, f"{words[0]}.py"), *words[1:]]
         run(words[0])
     from exp.output import exit_status
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str) -> NoReturn:
-    """Run a command with the words of `sys.argv`, and end this process with its exit status."""
+    """Run a command with the arguments in `sys.argv`, and end this process with the command's exit status."""
     if name in COMMANDS:
         main = importlib.import_module(f"exp.{COMMANDS[name].module}").main
     elif name in plugins():
@@ -55,12 +58,12 @@ def run(name: str) -> NoReturn:
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return the commands that installed packages add, by name."""
+    """Return the entry points of the commands that other installed packages add, by name."""
     return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Print the help, the version, or a suggestion. Return the exit status."""
+    """Print the help, the version, or an error with a suggested command. Return the exit status."""
     if not words or words[0] in HELP:
         if len(words) > 1:
             return _refuse(words[1:])
@@ -89,7 +92,7 @@ def help_text() -> str:
 
 
 def _refuse(words: Sequence[str]) -> int:
-    """Print that a command is unknown, with the suggested line. Return 2."""
+    """Print an error for an unknown command, with a suggested command line. Return the exit status 2."""
     # The script exp may not be on the user's path.
     program = "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
     line = suggest_line(words)
@@ -99,9 +102,13 @@ def _refuse(words: Sequence[str]) -> int:
 
 
 def suggest_line(words: Sequence[str]) -> str | None:
-    """Return the line that was probably meant, or None.
+    """Return the command line that the user probably meant; None if no command is similar.
 
-    The command may be misspelled, be that of another program, be missing, or not come first.
+    Handled cases: a misspelled command, a command of another framework, a missing command, and a command that is not
+    the first argument.
+
+    Args:
+        words: Arguments as typed, without the program.
     """
     import shlex
 

@@ -1,4 +1,4 @@
-"""python -m exp.evaluate run=DIR [weights=best] [stage=test] [overrides]: evaluate what a run saved."""
+"""python -m exp.evaluate run=DIR [weights=best] [stage=test] [overrides]: evaluate the saved weights of a run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ All else overrides the run's command. Metrics are printed, and saved in outputs/
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Evaluate, and print the metrics. Return 0; 2 for errors of the command or config; 1 if the evaluation fails."""
+    """Evaluate the saved weights of a run, and print the metrics.
+
+    Returns:
+        Exit status: 0; 2 if the command or the config has errors; 1 if the evaluation fails.
+    """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.evaluate")
     arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
-    # torch is imported after the errors of the command.
+    # torch is imported after parsing, so that errors of the command are reported at once.
     with announce_torch_import():
         from exp.run_report import print_report
         from exp.saved_runs.saved_run import load

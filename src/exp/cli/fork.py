@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from exp.run_report import Report
 
 
-# The old and new values of a fork by dotted key.
+# Pairs of the parent's and the fork's value, by dotted key.
 Changed = Mapping[str, tuple[Any, Any]]
 
 
@@ -53,15 +53,16 @@ def _parse_parent(parent: str) -> tuple[Path, int | None]:
 
 
 def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
-    """Run a fork, and return its report.
+    """Train a fork of a run, and return the report of the fork.
 
     Args:
-        run: The directory of the parent.
-        step: The optimizer step of the parent; None for its newest checkpoint.
-        overrides: Changes of the fork.
+        run: Run directory of the parent.
+        step: Optimizer step of the parent's checkpoint to start from. None: the newest checkpoint.
+        overrides: Overrides that the fork adds to those of the parent.
 
     Raises:
-        ConfigError: The config has errors, or does not match the state of the parent.
+        ConfigError: The config has errors, or the parent's state does not fit it.
+        RunError: The parent does not have an intact checkpoint.
     """
     import yaml
 
@@ -79,7 +80,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
     path, state = _find_checkpoint(run, step)
     resolved = resolve(config)
     changed = {}
-    if not resolved.errors:  # which fit reports
+    if not resolved.errors:  # fit reports these errors
         errors = examine_resume({**resolved.plain, "resume": str(path)}, is_fork=True).errors
         before, now = with_present_keys(yaml.safe_load(state[CONFIG])), yaml.safe_load(resolved.yaml)
         changed = changed_values({**before, "resume": None}, now)
@@ -90,7 +91,16 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
 
 
 def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
-    """Return the checkpoint to begin from, and its state."""
+    """Return the path and the state of the checkpoint at a step.
+
+    Args:
+        run: Run directory.
+        step: Optimizer step. None: the newest checkpoint.
+
+    Raises:
+        ConfigError: The run does not have a checkpoint at this step.
+        RunError: The run does not have an intact checkpoint.
+    """
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import POSITION
 
@@ -105,7 +115,13 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
 
 
 def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield the errors of values that the optimizer's state does not have."""
+    """Yield an error for each changed value of the optimizer that cannot be changed in the saved state.
+
+    Args:
+        state: Checkpoint of the parent.
+        changed: Values that the fork changes.
+        now: Config of the fork.
+    """
     from exp.check.continuation import INCIDENTAL
 
     values = [key for key in changed if key.startswith("optimizer.")]
@@ -120,7 +136,18 @@ def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Ite
 
 
 def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Changed) -> Path:
-    """Write the parent's state, with the fork's values, to the fork's directory, and record the parent."""
+    """Write the checkpoint from which a fork starts, and record the parent in provenance.json.
+
+    Args:
+        directory: Run directory of the fork.
+        run: Run directory of the parent.
+        path: Checkpoint of the parent.
+        state: Content of the checkpoint, with the values of the fork.
+        changed: Values that the fork changes.
+
+    Returns:
+        Path of the new checkpoint.
+    """
     from exp.cli.resume import START
     from exp.config.freeze import record_parent
     from exp.engine.checkpoint import CHECKPOINTS, AtomicCheckpointIO, copy_checkpoint, read_checkpoint
@@ -134,9 +161,9 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Cha
     if best is not None and parents_best.is_file() and read_checkpoint(parents_best).get(BEST) == best:
         copy_checkpoint(parents_best, start.with_name("best.ckpt"))
     else:
-        best = None  # its file is missing: the fork looks for its own best
+        best = None  # the parent's best.ckpt is missing or of another step, so the fork starts without a best value
     text = (directory / "config.yaml").read_text(encoding="utf-8")
-    # The report of the fork has only values of the fork, which may log fewer tags than the parent.
+    # Logged values of the parent are removed, because the fork may log fewer tags than the parent.
     AtomicCheckpointIO().save_checkpoint({**state, BEST: best, CONFIG: text, LATEST: {}}, start)
     parent = {"run": str(run), "step": state[POSITION]["step"], "checkpoint": str(path), "changed": changed}
     record_parent(directory, parent)
@@ -144,14 +171,15 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Cha
 
 
 def with_values(state: State, changed: Changed, *, groups: Mapping[str, Any]) -> State:
-    """Return a checkpoint with other values of the optimizer, which a resume would reset to the saved ones.
+    """Return a checkpoint with changed values of the optimizer.
 
-    A learning rate that a schedule has changed is scaled by the ratio of new to old.
+    The state is changed, because resuming replaces the values of the config by the saved values. A learning rate that a
+    schedule has changed is multiplied by the ratio of the new value to the old value.
 
     Args:
-        state: The checkpoint.
-        changed: Old and new values by dotted key.
-        groups: Groups of the optimizer, which may set values.
+        state: Checkpoint, which is changed in place.
+        changed: Pairs of old and new value by dotted key.
+        groups: The node `optimizer.groups`. Values that a group sets are not changed.
     """
     values = {key.removeprefix("optimizer."): pair for key, pair in changed.items() if key.startswith("optimizer.")}
     schedules = state["lr_schedulers"]

@@ -18,12 +18,12 @@ from exp.spelling import among, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXPERIMENTS = PACKAGE / "conf" / "experiment"
-# In a checkout; a wheel has no docs.
+# The folder of the pages in a checkout. An installed package does not have it.
 PAGES = PACKAGE.parents[1] / "docs" / "gallery"
 
 
 def titles() -> dict[str, str]:
-    """Return the title of each experiment, from the first comment of its file."""
+    """Return the title of each experiment by name. The title is in the first comment of the experiment's file."""
     found = {}
     for path in sorted(EXPERIMENTS.glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -34,7 +34,11 @@ def titles() -> dict[str, str]:
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the list, or the YAML of one experiment. Returns: 0; 2 for an unknown name."""
+    """Print the list of experiments, or the YAML of one experiment.
+
+    Returns:
+        Exit status: 0, or 2 for an unknown name.
+    """
     description, _, epilog = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="python -m exp.gallery",

@@ -1,4 +1,4 @@
-"""Sizes of memory on a command line: 80GiB, 500 MB."""
+"""Parse sizes of memory on a command line, such as 80GiB and 500 MB."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 
 def memory_bytes(text: str) -> int | None:
-    """Return the bytes of a size above 0, such as 2GiB; None if the text is none."""
+    """Return the number of bytes of a size such as 2GiB; None if the text is not a size above 0."""
     match = _SIZE.fullmatch(text)
     if match is None or not float(match[1]):
         return None

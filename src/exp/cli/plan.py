@@ -36,13 +36,21 @@ UNNAMED = "the time of a step on this GPU is unknown: name a GPU, such as device
 SWITCH = {"true": True, "false": False}
 
 
-# The command's options, with the words that each may be; none for any text.
+# The options of the command with their allowed values. An empty tuple allows any text.
 OPTIONS = {"device": (), "memory": (), "format": FORMATS, "savings": tuple(SWITCH), "search": tuple(SWITCH)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
-    """The values of the command's options. memory: in bytes."""
+    """Parsed options of the command.
+
+    Args:
+        device: Devices of the run, such as "64xH100". None: the devices of this machine.
+        memory: Memory of each device in bytes. None: the listed memory of the device.
+        is_json: Print JSON instead of text.
+        has_savings: Print overrides that save memory.
+        searches: Search for the fastest configuration that fits.
+    """
 
     device: str | None = None
     memory: int | None = None
@@ -53,10 +61,10 @@ class Words:
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the figures of the run that `python -m exp.train` with the same overrides would start.
+    """Print layers, memory and time of the run that `python -m exp.train` would start with the same overrides.
 
     Returns:
-        0; 2 after errors of the config; 1 if the network cannot be built without numbers.
+        Exit status: 0; 2 if the config has errors; 1 if the network cannot be built on the meta device.
     """
     from exp.cli.command_line import answer_question, parse_arguments
 
@@ -77,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse_slips(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for misspelled options of the command."""
+    """Raise ConfigError if an override is probably a misspelled option of the command, such as `devices=4`."""
     from exp.config.groups import open_search_path
 
     keys = [text.lstrip("+~").partition("=")[0] for text in arguments.overrides if "=" in text]
@@ -93,7 +101,11 @@ def _refuse_slips(arguments: argparse.Namespace) -> None:
 
 
 def read_words(texts: Sequence[str]) -> Words:
-    """Return the values of options, or raise ConfigError with all errors."""
+    """Parse the options of the command, given as `key=value`.
+
+    Raises:
+        ConfigError: Options have invalid values. All errors are reported together.
+    """
     given = dict(text.split("=", 1) for text in texts)
     errors = [
         unknown_word(key, given[key], known)
@@ -114,14 +126,26 @@ def read_words(texts: Sequence[str]) -> Words:
 
 
 class Planner:
-    """Makes the plan of a command line, also with more overrides."""
+    """Checks the config of a command line and estimates its run, optionally with additional overrides.
+
+    Args:
+        arguments: Parsed arguments of the command.
+        words: Parsed options of the command.
+    """
 
     def __init__(self, arguments: argparse.Namespace, words: Words) -> None:
         self.arguments, self.words = arguments, words
         self._device: Device | None = None
 
     def plan(self, more: Sequence[str] = ()) -> Plan:
-        """Return the decided run, or raise ConfigError with all errors."""
+        """Compose and check the config, and return the plan of its run.
+
+        Args:
+            more: Additional overrides, which replace the command's overrides of the same keys.
+
+        Raises:
+            ConfigError: The config has errors.
+        """
         from exp.check.stages import compose, refuse_early
 
         arguments = self.arguments
@@ -135,20 +159,20 @@ class Planner:
         return examine(resolve(config), machine=machine_of(self.words.device, config.launch)).plan()
 
     def estimator(self, plan: Plan) -> Estimator:
-        """Return the estimator of a plan on the device of the command, by default this machine's."""
+        """Return the estimator of a plan on the device of the command. The default device is this machine's."""
         from exp.plan.estimate import Estimator
 
         return Estimator(plan, device=self.device(plan))
 
     def other(self, more: Sequence[str]) -> Estimator | None:
-        """Return the estimator of the run with more overrides; None if these are errors."""
+        """Return the estimator of the run with additional overrides; None if the config then has errors."""
         try:
             return self.estimator(self.plan(more))
         except ConfigError:
             return None  # the run cannot use this suggestion
 
     def device(self, plan: Plan) -> Device | None:
-        """Return the device of the run; None for a GPU that is not in the table."""
+        """Return the device of the run; None if it is not in the table of devices."""
         from exp.plan.device_peaks import own_cpu, own_gpu, read_devices
 
         if self._device is None and self.words.device is not None:
@@ -161,7 +185,10 @@ class Planner:
         return self._device
 
     def limit(self, plan: Plan) -> int | None:
-        """Return the bytes of each device: those of the command, or the listed ones."""
+        """Return the memory of each device in bytes; None if it is unknown.
+
+        The command's option `memory` overrides the listed memory of the device.
+        """
         if self.words.memory is not None:
             return self.words.memory
         device = self.device(plan)
@@ -169,7 +196,13 @@ class Planner:
 
 
 def machine_of(device: str | None, launch: object) -> Machine:
-    """Return the machine of the run: the named devices, or this machine with as many GPUs as the config uses."""
+    """Return the machine to plan for.
+
+    Args:
+        device: Devices of the machine, such as "64xH100". None: this machine, with at least as many GPUs as the config
+            uses.
+        launch: The node `launch` of the config.
+    """
     from exp.plan.device_peaks import read_devices
     from exp.strategies.placement import Machine, this_machine
 
@@ -179,7 +212,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
         return Machine(gpus=read_devices(device)[1] or needed, nccl=True)
     here = this_machine()
     gpus = max(here.gpus, needed) if getattr(launch, "accelerator", "auto") == "cuda" else here.gpus
-    # Nothing is started, so more ranks than cores can be planned.
+    # The number of cores is removed, so that more ranks than cores can be planned. No rank is started.
     return dataclasses.replace(here, gpus=gpus, nccl=here.nccl or gpus > here.gpus, cores=None)
 
 
@@ -210,9 +243,16 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
 
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
-    """Print the configurations that fit, the fastest first, and the command of the first.
+    """Print the configurations that fit into memory, with the fastest first, and the command of the fastest.
+
+    Args:
+        plan: Plan of the command's config.
+        planner: Estimates the run with other overrides.
+        limit: Memory of each device in bytes; None if it is unknown.
+        is_json: Print JSON instead of text.
 
     Raises:
+        ConfigError: The time of a step is unknown.
         RunError: No configuration fits.
     """
     from exp.cli.command_line import with_values

@@ -1,4 +1,4 @@
-"""Format an estimate as text for a terminal, and as plain values for tools."""
+"""Format the estimate of exp.plan as text for a terminal, or as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TIMES = ("seconds", "compute", "memory", "overhead", "communication", "bound", "
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
 MOST_OUTPUT = 44
 UNKNOWN = "not known"
-# Maximal number of ranks whose memory has a column.
+# The largest number of columns in the table of memory.
 SHOWN = 4
 
 
 def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], summary: str) -> str:
-    """Return the whole text.
+    """Return an estimate as text.
 
     Args:
-        estimate: The estimate.
-        limit: Bytes of a device.
-        largest: The largest batch that fits.
-        savings: Changes that save memory.
-        summary: One line about the run.
+        estimate: Estimate of layers, memory and time.
+        limit: Memory of a device in bytes; None if it is unknown.
+        largest: Largest data.batch_size that fits into the memory; None if it is unknown or no batch fits.
+        savings: Overrides that save memory.
+        summary: First line of the text.
     """
     parts = [
         summary,
@@ -48,7 +48,15 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
 def plain(
     estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], command: str
 ) -> dict[str, object]:
-    """Return the figures as JSON values, in bytes, seconds and FLOPs. The arguments are those of `text`."""
+    """Return an estimate as plain values for JSON, in bytes, seconds and FLOPs.
+
+    Args:
+        estimate: Estimate of layers, memory and time.
+        limit: Memory of a device in bytes; None if it is unknown.
+        largest: Largest data.batch_size that fits into the memory; None if it is unknown or no batch fits.
+        savings: Overrides that save memory.
+        command: Command line of exp.plan.
+    """
     figures, time = estimate.figures, estimate.time
     return {
         "command": command,
@@ -69,7 +77,7 @@ def plain(
 
 
 def ways(found: Findings) -> str:
-    """Return the results of a search, the fastest first."""
+    """Return the table of configurations that a search found, with the fastest first."""
     rows = [["a step takes", "at most", "bound by", "overrides"]]
     for one in found.fitting:
         rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])
@@ -156,7 +164,12 @@ def _savings(estimate: Estimate, savings: Sequence[Saving]) -> Iterator[str]:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return rows as lines with aligned columns. left: The number of columns that are aligned to the left."""
+    """Return rows as lines with aligned columns.
+
+    Args:
+        rows: Cells of each row.
+        left: Number of columns that are aligned to the left. The other columns are aligned to the right.
+    """
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -169,18 +182,18 @@ def align(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
 
 
 def size(count: int) -> str:
-    """Return bytes with a unit, such as 1.50 GiB."""
+    """Return a number of bytes as text with a unit, such as 1.50 GiB."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return next((f"{count / factor:,.2f} {unit}" for unit, factor in units if count >= factor), f"{count} B")
 
 
 def count(number: float) -> str:
-    """Return a large number with a letter, such as 1.2 T."""
+    """Return a number as text with a unit prefix, such as 1.2 T."""
     units = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
     return next((f"{number / factor:.3g} {unit}" for unit, factor in units if number >= factor), f"{number:.3g}")
 
 
 def seconds(time: float) -> str:
-    """Return a time with a unit, such as 1.2 ms."""
+    """Return a time in seconds as text with a unit, such as 1.2 ms."""
     unit, factor = ("s", 1.0) if time >= 1 else ("ms", 1e-3) if time >= 1e-3 else ("us", 1e-6)
     return f"{time / factor:.3g} {unit}"

@@ -29,10 +29,10 @@ COLUMNS = "a list of columns of the input, such as [id,name]"
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Predict, and write the file.
+    """Predict with the saved weights of a run, and write the predictions to a file.
 
     Returns:
-        0; 2 for errors of the command, config or input; 1 if the prediction fails.
+        Exit status: 0; 2 if the command, the config or the input has errors; 1 if the prediction fails.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
     from exp.cli.train import refuse_ranks
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if keep is None:
         raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
-    # torch is imported after the errors of the command.
+    # torch is imported after parsing, so that errors of the command are reported at once.
     with announce_torch_import():
         from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
         from exp.saved_runs.prediction import predict

@@ -21,16 +21,16 @@ from exp.saved_runs.run_files import is_same_file
 
 Column = TypeVar("Column")
 FORMATS = (".npz", ".csv", ".jsonl")
-# Names of answers, which columns that are kept may not have.
+# Names of output columns. Columns that are copied from the input must have other names.
 ANSWERS = re.compile(r"(.+\.)?(file|class|classes|prediction(_\d+)?|probability(_.+)?|probabilities)")
 
 
 def refuse_place(path: Path, *, given: Path) -> None:
-    """Raise ConfigError, before the work, if predictions cannot be written to a file.
+    """Raise ConfigError if predictions cannot be written to a path. This is called before predicting.
 
     Args:
-        path: The file.
-        given: The file or folder of samples.
+        path: Output file.
+        given: Input file or folder, which must not be overwritten.
     """
     fix = None
     if path.suffix not in FORMATS:
@@ -49,21 +49,36 @@ def refuse_place(path: Path, *, given: Path) -> None:
 
 
 def refuse_names(keep: Sequence[str]) -> None:
-    """Raise ConfigError, before the work, for columns to keep that have the name of an answer."""
+    """Raise ConfigError if a column to keep has the name of an output column. This is called before predicting.
+
+    Args:
+        keep: Columns of the input to copy to the output.
+    """
     raise_errors(_taken_name_error(name) for name in keep if ANSWERS.fullmatch(name))
 
 
 def write_predictions(predictions: Predictions, path: Path) -> None:
-    """Write predictions, and replace an older file.
+    """Write predictions to a file. An existing file is replaced.
 
-    .npz has the network's outputs by name, and the answers `class`, `probability`, `probabilities`, `prediction` and
-    `classes`. The others have one row per sample: the columns that are kept, the `file` of a picture, `class` by name,
-    `probability`, one column `probability_<class>` each; `prediction`, or `prediction_0` and so on; and the numbers of
-    other outputs. If several outputs are read, each of these names begins with its target, `species.class`.
+    A .npz file contains the outputs of the network by name, and the arrays `class`, `probability`, `probabilities`,
+    `prediction` and `classes` as far as they apply.
+
+    .csv and .jsonl files contain one row per sample with these columns:
+
+    - columns copied from the input, and `file` for pictures
+    - for a classification: `class` with the name of the class, `probability`, and `probability_<class>` for each class
+    - for a regression: `prediction`, or `prediction_0` and so on for several numbers
+    - the numbers of outputs that are not converted to classes or predictions
+
+    If several outputs are converted, each column name begins with its target, as in `species.class`.
+
+    Args:
+        predictions: Predictions to write.
+        path: Output file. Its suffix selects the format.
 
     Raises:
         RunError: The file cannot be written, or an array does not fit into a row.
-        ConfigError: A column that is kept has the name of an answer.
+        ConfigError: A column copied from the input has the name of an output column.
     """
     try:
         if path.suffix == ".npz":
@@ -101,7 +116,11 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
 
 
 def _join(kept: Mapping[str, Column], answers: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns that are kept and the answers, or raise ConfigError for a name that both have."""
+    """Return the columns copied from the input together with the output columns.
+
+    Raises:
+        ConfigError: A name is in both.
+    """
     if both := [name for name in kept if name in answers]:
         raise ConfigError([_taken_name_error(both[0])])
     return {**kept, **answers}
@@ -113,7 +132,12 @@ def _taken_name_error(name: str) -> ErrorDetails:
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, object]]:
-    """Yield a row for each sample. is_flat: each value is a number or a text."""
+    """Yield the row of each sample, as values by column.
+
+    Args:
+        predictions: Predictions of all samples.
+        is_flat: Split arrays into one column for each number, as CSV requires. Otherwise values may be lists.
+    """
     columns: dict[str, Sequence[Any]] = {"file": list(map(str, predictions.files))} if predictions.files else {}
     for name, values in predictions.outputs.items():
         is_read = name in predictions.readings
@@ -124,7 +148,16 @@ def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, ob
 
 
 def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[str, Sequence[Any]]:
-    """Return the answers of an output by column."""
+    """Return the columns for an output that is converted to classes or predictions.
+
+    Args:
+        predictions: Predictions of all samples.
+        name: Name of the output.
+        is_flat: Split arrays into one column for each number.
+
+    Returns:
+        Values of all samples by column.
+    """
     reading, start = predictions.readings[name], _start(predictions.readings, name)
     values = predictions.outputs[name]
     if isinstance(values, list):
@@ -146,7 +179,16 @@ def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[s
 
 
 def _plain(name: str, values: Any, is_flat: bool) -> Mapping[str, Sequence[Any]]:
-    """Return an array as one column, or as one column for each number. is_flat: whether lists are not allowed."""
+    """Return the columns for an array.
+
+    Args:
+        name: Name of the column.
+        values: Array of each sample.
+        is_flat: Split 1-dimensional arrays into one column for each number. Otherwise values may be lists.
+
+    Raises:
+        RunError: `is_flat` is true, and the arrays have more dimensions or different lengths.
+    """
     axes = np.ndim(values[0])
     if axes == 1 and len({len(one) for one in values}) == 1:
         width = len(values[0])

@@ -1,4 +1,7 @@
-"""python -m exp.resume RUN [overrides]: resume a run; with --verify, repeat its last part and compare."""
+"""python -m exp.resume RUN [overrides]: resume a run.
+
+With --verify, the steps between the last two checkpoints are trained again and compared.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ if TYPE_CHECKING:
     from exp.engine.checkpoint import State
 
 EXACT, DIFFERS = 0, 1
-# The initial state of a fork, among its checkpoints.
+# The checkpoint from which a fork starts, in the fork's folder of checkpoints.
 START = "start.ckpt"
-# Entries that differ between equal runs: times, measured memory, the config, the files that are left, and counters that
-# no run resumes from.
+# Entries of a checkpoint that may differ between equal runs: times, measured memory, the config, the list of files, and
+# Lightning's counters, which exp does not use to resume.
 NOT_COMPARED = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
@@ -57,7 +60,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def resume(run: Path, overrides: Sequence[str]) -> int:
-    """Run exp.train with the overrides of a run, further overrides, and the run's newest intact checkpoint."""
+    """Run exp.train with the overrides of a run, and resume from the run's newest intact checkpoint.
+
+    Args:
+        run: Run directory.
+        overrides: Overrides that are added to those of the run.
+
+    Returns:
+        Exit status of exp.train.
+
+    Raises:
+        RunError: The run is still running, or does not have an intact checkpoint.
+    """
     from exp.check.starting_point import newest_of
     from exp.cli import train
     from exp.config.found_run import merge_overrides
@@ -75,14 +89,21 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
 
 
 def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
-    """Train again from the second-to-last checkpoint to the last, in a temporary directory, and compare.
+    """Train again from the second-to-last checkpoint to the last, and compare the state with the last checkpoint.
+
+    The training runs in a temporary directory.
+
+    Args:
+        run: Run directory.
+        allow: Packages that the config may name.
 
     Returns:
-        The first difference, None without one; and the text to print.
+        The first difference of the states; None if all values are equal.
+        The text to print.
 
     Raises:
         ConfigError: The config has errors.
-        RunError: The run has no checkpoint, or the training fails.
+        RunError: The run does not have a checkpoint, or the training fails.
     """
     from exp.engine.checkpoint import read_checkpoint
 
@@ -97,7 +118,10 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
 
 
 def positions_of(run: Path) -> dict[Path, Mapping[str, int]]:
-    """Return the intact checkpoints that a run wrote, with their positions."""
+    """Return the intact checkpoints that a run wrote, each with its position (epoch, batch, step) as a dict.
+
+    Checkpoints with another config, such as those copied from another run, are left out.
+    """
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import CONFIG, POSITION
     from exp.engine.progress import Position
@@ -111,18 +135,19 @@ def positions_of(run: Path) -> dict[Path, Mapping[str, int]]:
 
 
 def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) -> tuple[str, State]:
-    """Train from the last checkpoint before a position up to the position, in a temporary directory.
+    """Train from the last checkpoint before a position to the position, in a temporary directory.
 
     Args:
-        run: The run directory.
-        to: Fields of the position, with its step.
+        run: Run directory.
+        to: Position at which the training ends, as fields of Position.
         allow: Packages that the config may name.
 
     Returns:
-        The checkpoint or "the start"; and the state at the position.
+        The path of the checkpoint that the training started from, or "the start".
+        The state at the position.
 
     Raises:
-        RunError: The run does not reach the position.
+        RunError: The training does not reach the position.
     """
     from exp.config.frozen import read_frozen, refuse_more_than
     from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
@@ -134,7 +159,7 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
     config = read_frozen(run)
     own = positions_of(run)
     earlier = [path for path in own if own[path]["step"] < to["step"]]
-    # A fork begins at its start.ckpt, and may have had no steps.
+    # Without an earlier checkpoint, a fork starts from its start.ckpt.
     start = [str(path) for path in own if path.name == START] or [config.resume]
     before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else start[0]
     with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
@@ -143,7 +168,7 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
         try:
             fit(_replay_config(config, again, before=before, to=to))
         except RunError:
-            # After the position one batch is loaded, which may be the batch that the run failed at.
+            # The training loads one batch after the position. The run may have failed at this batch.
             if not reached.is_file():
                 raise
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
@@ -153,7 +178,14 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
 
 
 def _replay_config(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, int]) -> DictConfig:
-    """Return the config of a run that trains in another directory up to a position, and writes nowhere else."""
+    """Change a config so that its run trains in another directory up to a position, without other outputs.
+
+    Args:
+        config: Frozen config, which is changed in place.
+        directory: Run directory of the new run.
+        before: Checkpoint to start from. None: the beginning.
+        to: Position at which the training ends, as fields of Position.
+    """
     from omegaconf import OmegaConf, open_dict
 
     from exp.config.frozen import ALLOWED, COMPOSITION, OWN_GROUPS
@@ -164,10 +196,10 @@ def _replay_config(config: DictConfig, directory: Path, *, before: str | None, t
         config.checkpoint.every_n_steps = config.checkpoint.every_n_minutes = None
         config.checkpoint.save_last = True
         if config.trainer.max_time is not None:
-            # The repeated run may take longer. A limit of time leaves the number of steps open.
+            # The limit is raised, because the repeated training may take longer. The position ends it.
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
-        # Before the other callbacks, as the callback that saves last.ckpt.
+        # StateAt must run before the other callbacks, like the callback that saves last.ckpt.
         state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
         config.callbacks = {"verified_state": state, **config.callbacks}
         config[COMPOSITION] = OmegaConf.create(
@@ -184,7 +216,7 @@ def _replay_config(config: DictConfig, directory: Path, *, before: str | None, t
 
 
 def differences(expected: State, found: State) -> Iterator[str]:
-    """Yield the differences of two states, the weights first."""
+    """Yield a line for each difference of two checkpoints. Differences of the weights come first."""
     for key in dict.fromkeys([*FIRST, *sorted({*expected, *found})]):
         if key not in NOT_COMPARED:
             yield from _differences(expected.get(key), found.get(key), key)

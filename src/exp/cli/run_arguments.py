@@ -1,4 +1,4 @@
-"""Read the command of a tool for saved runs: `run=DIR`, keys of the tool, and overrides of the run."""
+"""Parse the arguments of a command for saved runs: `run=DIR`, other keys of the command, and overrides of the run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WEIGHTS = "best, last, or a checkpoint's path"
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """A command.
+    """Parsed arguments of a command for saved runs.
 
     Args:
-        values: The values of the tool's keys as text; None for a key that was left out.
-        allow: The packages whose classes the run may name.
-        overrides: All else, security.allow included.
+        values: Values of the command's keys as text. None: the key was not given.
+        allow: Packages that the run's config may name.
+        overrides: Overrides of the run, including security.allow.
     """
 
     values: Mapping[str, str | None]
@@ -40,16 +40,16 @@ def read_arguments(
     needed: Sequence[str] = ("run",),
     takes_overrides: bool = True,
 ) -> RunArguments:
-    """Divide a command into the tool's keys and the run's overrides.
+    """Parse the arguments of a command into values of the command's keys and overrides of the run.
 
     Args:
-        argv: The command.
-        keys: The tool's keys, each with a description of its value, or with the words that it may be.
-        needed: The keys that must be there.
-        takes_overrides: Whether keys of the run are allowed; security.allow always is.
+        argv: Arguments, without the program.
+        keys: Keys of the command, each with its allowed values, or with a description of its value for messages.
+        needed: Keys that must be given.
+        takes_overrides: Allow overrides of the run. security.allow is always allowed.
 
     Raises:
-        ConfigError: The command has errors.
+        ConfigError: The arguments have errors.
     """
     values: dict[str, str | None] = dict.fromkeys(keys)
     errors, others = [], []
@@ -89,7 +89,7 @@ def read_arguments(
 
 
 def words_in(override: str) -> tuple[str, ...] | None:
-    """Return the words of an override such as `keep=[id,name]`, or None for anything but a list of words."""
+    """Return the texts in the list of an override such as `keep=[id,name]`; None if its value is not such a list."""
     value: Any
     try:
         value = parse_override(override).value()
@@ -99,6 +99,6 @@ def words_in(override: str) -> tuple[str, ...] | None:
 
 
 def _unquote(value: str) -> str:
-    """Return a value without the quotes that Hydra accepts around it."""
+    """Return a value without enclosing quotes, which Hydra's grammar allows."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @command(interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from")
 def main(argv: Sequence[str]) -> int:
-    """Run or sweep as the command line says.
+    """Train one run, or with -m all jobs of a sweep.
 
     Returns:
-        0 on success, 2 for errors of the config, 1 for a failed run, 128 + n if signal n ended it.
+        Exit status: 0 on success; 2 if the config has errors; 1 if a run failed; 128 + n if signal n ended the command.
     """
     # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if answer_question(arguments):
         return 0
     refuse_ranks("exp.train")
-    # A closed output does not end a run.
+    # The run continues if its output cannot be written, for example after `| head`.
     with survive_output_errors():
         if arguments.multirun:
             return _sweep(arguments)
@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raise ConfigError under torchrun, where every rank would compose and train a separate run."""
+    """Raise ConfigError if torchrun started this process, because each rank would train a separate run.
+
+    Args:
+        command: Name of the command for the message, such as "exp.train".
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise config_error(
             "torchrun",
@@ -65,7 +69,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
-    # Imported after the errors of the composition.
+    # Imported late, so that errors of the composition are reported at once.
     from exp.sweeps.job import JobProcesses
 
     processes = JobProcesses(fit_job, validate)
@@ -75,12 +79,12 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare) -> Executor:
-    """Return the executor that hydra/launcher selects: that of a cluster or of this machine.
+    """Return the executor that hydra/launcher selects: the local executor, or the executor of a cluster.
 
     Args:
-        config: The composed config, with its hydra node.
+        config: Composed config, with its hydra node.
         processes: Starts the processes that check, freeze and run jobs.
-        prepare: Freezes a job. Other processes find the function by its name.
+        prepare: Function that freezes a job. It must be importable by its name, because other processes call it.
     """
     from omegaconf import OmegaConf
 
@@ -98,7 +102,8 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
     return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))
 
 
-# These import torch and lightning, after the errors of the composition.
+# The next functions import torch and lightning when they are called, so that errors of the composition are reported
+# before these slow imports.
 def fit(config: DictConfig) -> Report:
     from exp import start
 
@@ -127,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
     from exp.config.frozen import frozen_yaml
 
-    # Shown at once, because the import is most of the time before the first step.
+    # Announced, because the import takes most of the time before the first step.
     with announce_torch_import():
         config = compose(
             arguments.overrides,
@@ -150,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings of a sweep without -m."""
+    """Raise ConfigError if overrides of a single run set keys of `sweep`."""
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
     expected, fix = "a sweep, which this key configures", "Put -m in front of the overrides"
     raise_errors(command_line_error(key, "set for one run", expected, fix) for key in keys if key.startswith("sweep."))

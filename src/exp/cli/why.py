@@ -32,9 +32,9 @@ from exp.redaction import mask_secrets, redact
 from exp.spelling import among, find_nearest, show
 
 PROGRAM = "python -m exp.why"
-# The width of a value in a table.
+# The largest number of characters of a value in the table.
 MOST_CHARACTERS = 60
-# A run determines these keys before it begins.
+# The values of these keys may be determined before a run starts, by the data or by a search for a checkpoint.
 DETERMINED = ("data.", "resume", "weights.from")
 MOST_STEPS = 40
 Row = tuple[str, str, str]
@@ -42,10 +42,10 @@ Row = tuple[str, str, str]
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the value of a key and the layers that set it. Train nothing and write nothing.
+    """Print the value of a key, and the files and overrides that set it. Nothing is trained or written.
 
     Returns:
-        0, or 2 if the key does not exist or the command line has an error.
+        Exit status: 0, or 2 if the key does not exist or the command line has an error.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
@@ -62,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _key(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the key and the overrides. Raise ConfigError unless there is exactly one key."""
+    """Return the dotted key and the overrides of the command.
+
+    Raises:
+        ConfigError: The number of keys is not 1.
+    """
     keys = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(keys) != 1:
         got = f"{', '.join(keys)}: {len(keys)} keys" if keys else f"{' '.join(words)}: overrides alone"
@@ -75,11 +79,11 @@ def _error(got: str, expected: str, fix: str | None = None, *, key: str = "KEY")
 
 
 class Question:
-    """A config whose values are explained.
+    """A config, with a method that explains the value of a key.
 
     Args:
-        config: As composed today.
-        typed: The overrides of the command.
+        config: Composed config.
+        typed: Overrides of the command.
     """
 
     def __init__(self, config: DictConfig, *, typed: Sequence[str]) -> None:
@@ -90,7 +94,11 @@ class Question:
         self._raw, self._values = dict(leaves(raw)), dict(leaves(self._plain))
 
     def answer(self, key: str) -> Iterator[str]:
-        """Yield the lines about a key. Raise ConfigError if it does not exist."""
+        """Yield the lines of the output for a key: its value, and the files and overrides that set it.
+
+        Raises:
+            ConfigError: The key does not exist.
+        """
         settings = history_of(self._config, key)
         holder: object = self._values.get(key.rpartition(".")[0])
         if isinstance(self._raw.get(key), Mapping) and self._raw[key]:
@@ -112,11 +120,14 @@ class Question:
             raise self._unknown_error(key)
 
     def _value(self, key: str) -> tuple[object, str]:
-        """Return the value of a key, and a note if the data, or a search before the run, determine it."""
+        """Return the value of a key, and a note about the value.
+
+        The note is not empty if the data determine the value, or a search before the run such as `resume: auto`.
+        """
         value = self._values.get(key, UNKNOWN)
         if value is not UNKNOWN and not (key.startswith(DETERMINED) and value in (None, "auto")):
             return value, ""
-        from exp.check.resolution import resolve  # which imports torch
+        from exp.check.resolution import resolve  # imports torch
 
         decided = resolve(self._config)
         found = dict(leaves(decided.plain)).get(key, UNKNOWN)
@@ -153,7 +164,12 @@ class Question:
         return self._place(settings[-1]) if settings else ""
 
     def _references(self, key: str, trail: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield each reference of an interpolation, followed by the references of its value. A circle ends."""
+        """Yield a line for each reference in the value of a key, and indented lines for the references that follow.
+
+        Args:
+            key: Dotted key.
+            trail: Keys that lead to this key. References to these keys are not followed, because they form a circle.
+        """
         text = self._raw.get(key)
         if not isinstance(text, str) or key in trail:
             return
@@ -168,14 +184,22 @@ class Question:
             yield f"{indent}{match[0]}}}: {match[1]} is {'set' if match[1].strip() in os.environ else 'not set'}"
 
     def _default(self, holder: Mapping[str, Any], key: str) -> str | None:
-        """Return the default of a parameter of a node's target; None if the target has no such parameter."""
+        """Return the text of a parameter's default in the signature of a node's target.
+
+        Args:
+            holder: Node with the `_target_`.
+            key: Dotted key of the parameter in the node.
+
+        Returns:
+            None if the target does not have the parameter.
+        """
         from exp.check.signature import signature_of  # imports the target
         from exp.config.targets import resolve
 
         try:
             target = resolve(holder["_target_"], returns=("builtins.object",), allow=allowed_packages(self._plain))
         except ExpError:
-            return None  # the check reports it
+            return None  # exp.check reports the error
         parameter = signature_of(target).parameters.get(key.rpartition(".")[2])
         if parameter is None:
             return None
@@ -196,7 +220,12 @@ class Question:
 
 
 def _values_below(tree: Mapping[str, object], key: str) -> Iterator[tuple[str, object]]:
-    """Yield the values below a key, lists as a whole."""
+    """Yield each dotted key below a key with its value. Lists are yielded as one value.
+
+    Args:
+        tree: Values of all nodes by dotted key.
+        key: Dotted key of a node.
+    """
     for one, value in tree.items():
         is_in_list = any(isinstance(tree[holder], list) for holder in above(one) if holder in tree)
         if one.startswith(f"{key}.") and not (isinstance(value, Mapping) and value) and not is_in_list:
@@ -204,7 +233,12 @@ def _values_below(tree: Mapping[str, object], key: str) -> Iterator[tuple[str, o
 
 
 def _whole(reference: str, at: str) -> str:
-    """Return the dotted key that a reference such as `.lr` or `..seed` means in the value of a key."""
+    """Return the absolute dotted key of a reference, which may be relative such as `.lr` or `..seed`.
+
+    Args:
+        reference: Reference without `${` and `}`.
+        at: Key of the value that contains the reference.
+    """
     name = reference.lstrip(".").strip()
     dots = len(reference) - len(reference.lstrip("."))
     return ".".join([*split(at)[:-dots], name]) if dots else name
@@ -217,7 +251,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def show_value(value: object) -> str:
-    """Return a value in one line, as in YAML."""
+    """Return a value as one line of YAML, shortened to MOST_CHARACTERS."""
     if isinstance(value, str):
         text = value if value and "\n" not in value and value == value.strip() else repr(value)
     elif isinstance(value, Mapping):

@@ -36,17 +36,17 @@ def main() -> NoReturn:
 def work(
     rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[str] = (), requeues: int | None = None
 ) -> None:
-    """Join the run's process group and run it.
+    """Join the process group of a run, and train as one rank of it.
 
     Args:
-        rank: The rank.
-        directory: The run directory.
-        resume: A checkpoint, instead of the config's.
-        allow: The packages that the command allows. Those of the run directory do not count.
-        requeues: As in exp.run.run.
+        rank: Rank of this process.
+        directory: Run directory.
+        resume: Checkpoint to resume from. Default: the one in the config.
+        allow: Packages that the command allows. `security.allow` in the run directory does not allow a package.
+        requeues: See exp.run.run.
 
     Raises:
-        ConfigError: The config allows other packages.
+        ConfigError: The config names a package that the command does not allow.
     """
     with pause_garbage_collection():
         from exp.check.plan import Plan

@@ -222,7 +222,7 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     if "splits_layers" in found and isinstance(stages, int):
         found["splits_layers"] = f"strategy.pipeline={stages}"
     if placement.world_size == 1 and placement.layers == 1:
-        found.pop("steps_once", None)  # nothing is reduced
+        found.pop("steps_once", None)  # one rank averages no gradients
     switches = {
         "half": (word.compute in HALF, precision),
         "float8": (word.float8, precision),
@@ -303,7 +303,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield Part("runtime.compile", "true", ["one_program"], ddp)
     if settings.lora.layers:
         yield Part("lora.layers", "LoRA", ["whole_weights"], "Write strategy=ddp or fsdp, without precision=fp8")
-    if any(settings.freeze.unfreeze):  # with epoch 0 alone nothing changes
+    if any(settings.freeze.unfreeze):  # only epochs above 0 change the frozen parameters in the run
         named = f"epochs {among(map(str, settings.freeze.unfreeze))}"
         yield Part("freeze.unfreeze", named, ["other_parameters"], "Freeze for the whole run, or change {switch}")
     if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:

@@ -199,7 +199,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of the check.
+    """A stage of the check.
 
     Attributes:
         name: Name of the stage, used in `needs` of later stages.
@@ -260,7 +260,7 @@ def _module(check: Check) -> Iterable[ErrorDetails] | None:
 def _loaders(check: Check) -> Iterator[ErrorDetails]:
     assert check.decided.own is not None
     try:
-        check.decided.data_module  # noqa: B018  (its constructor may refuse its values)
+        check.decided.data_module  # noqa: B018  (the constructor may raise ConfigError)
     except ConfigError as error:
         yield from error.errors
     yield from module_errors(check.decided.own)

@@ -152,7 +152,7 @@ def _batch_errors(
         yield from unknown or _term_errors(part, trace, batch, spec, stage)
         if not unknown and settings.trainer.accumulate_grad_batches > 1:
             part.known_divisors(named_values(batch))
-    trace = decided.shapes.traces.get(None)  # metrics read the output of the network's own forward
+    trace = decided.shapes.traces.get(None)  # metrics read only the output of the network's forward
     if trace is None or stage not in settings.metric_stages:
         return
     for measure in decided.metrics.values():

@@ -17,7 +17,7 @@ from exp.errors import LIBRARIES, ErrorDetails, is_installed, unsuitable
 
 # Parameters that classes read from **kwargs, with their types.
 HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
-    # Passed on to torch's DistributedDataParallel.
+    # The strategy passes these arguments on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
         "broadcast_buffers": bool,
         "bucket_cap_mb": float,
@@ -29,7 +29,7 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
         "compute_on_cpu": bool,
         "compute_with_cache": bool,
         "dist_sync_on_step": bool,
-        # YAML cannot express their values.
+        # YAML cannot express values of these parameters, so only null is allowed.
         "distributed_available_fn": type(None),
         "dist_sync_fn": type(None),
         "process_group": type(None),

@@ -126,7 +126,7 @@ def describe_value(value: object, *, batch: int | None = None) -> str:
         return f"({', '.join(describe_value(item, batch=batch) for item in value)})"
     if is_dataclass_instance(value):
         return describe_value(named_parts(value), batch=batch)
-    # The repr of another object may fill pages.
+    # The repr of other objects may be long, so only their class is shown.
     is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
     return (
         repr(value) if is_plain else f"a {type(value).__module__}.{type(value).__qualname__}, which is no torch.Tensor"
@@ -237,10 +237,7 @@ def _text(one: Input, module: nn.Module) -> str:
 
 
 def _axes_of(module: nn.Module) -> int:
-    """Return the number of spatial axes in the class name of a layer, such as 2 for Conv2d.
-
-    Return 0 if there is none.
-    """
+    """Return the number of spatial axes in the class name of a layer, such as 2 for Conv2d. Without one, return 0."""
     found = re.search(r"([123])d$", _class_of(module).__name__)
     return int(found[1]) if found else 0
 

@@ -115,7 +115,7 @@ def run_on_meta(
             materialise(network, inputs)
             prepare(network)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
-                for name in named:  # for branches that only evaluation takes
+                for name in named:  # trace branches that only run in evaluation mode
                     seen = network if name is None else with_forward(network, name)
                     recorder.trace(seen.eval(), inputs)
                 network.train()
@@ -160,7 +160,7 @@ def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor])
     ]
     missing = [name for name in needed if name not in inputs]
     is_alone = len(inputs) == 1 or "input" in inputs
-    # The only input of the data may have any name.
+    # If the data has a single input, it is passed by position, so its name need not match.
     if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
     got = f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}"

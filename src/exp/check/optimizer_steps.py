@@ -48,7 +48,7 @@ def step_errors(
         yield unsuitable(place, kind.__name__, because, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
-        return  # it evaluates the closure several times
+        return  # LBFGS evaluates the closure several times per step
     sparse = sparse_parameters(network)
     trained = [one for group in optimizer.param_groups for one in group["params"]]
     kinds = {id(one) in sparse for one in trained}
@@ -66,7 +66,7 @@ def step_errors(
 
 
 def _sparse(shape: list[int]) -> Tensor:
-    with torch.sparse.check_sparse_tensor_invariants():  # torch 2.11 warns without it
+    with torch.sparse.check_sparse_tensor_invariants():  # without this context, torch 2.11 warns
         return torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(shape), shape)
 
 
@@ -108,10 +108,10 @@ def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, befor
 
     options = {**factory.keywords, "fused": None} if "fused" in factory.keywords else factory.keywords
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for optimizers that add noise
+        torch.manual_seed(0)  # because some optimizers add noise
         optimizer = factory.func([weight], *factory.args, **options)
         if has_closure:
-            optimizer.step(closure=closure)  # as Lightning calls it
+            optimizer.step(closure=closure)  # Lightning passes the closure by name
         else:
             optimizer.step()
     return weight.detach()

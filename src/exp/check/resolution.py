@@ -33,7 +33,7 @@ def resolve(config: DictConfig) -> Resolved:
     use_resolvers(config, allow=_allowed_packages(config))
     reading = read(config)
     if Values(reading[0])[ACCELERATOR] == GPU:
-        OmegaConf.update(config, ACCELERATOR, GPU)  # an interpolation may lead to Lightning's word
+        OmegaConf.update(config, ACCELERATOR, GPU)  # the value may be an interpolation, so set its result
     first = first_stage(reading)
     asked = _beginnings(config, first)
     errors: list[ErrorDetails] = []
@@ -44,12 +44,12 @@ def resolve(config: DictConfig) -> Resolved:
     if held or _beginnings(config, first) != asked:
         reading = read(config)
         first = first_stage(reading)
-    if not concern_keys(first, DATA_KEYS):  # otherwise the first stage reports it
+    if not concern_keys(first, DATA_KEYS):  # errors in DATA_KEYS are already in `first`
         errors = second_stage(reading, only="data")
         if not errors:
             try:
                 if _fill_in(config):
-                    # Other nodes interpolate the shape and the classes.
+                    # Read the config again, because other nodes interpolate the shape and the classes.
                     reading = read(config, is_data_read=True)
                     first = first_stage(reading)
             except ConfigError as error:
@@ -75,7 +75,7 @@ def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[obje
 def _find_start(config: DictConfig) -> tuple[list[ErrorDetails], tuple[str, ...]]:
     """Set `resume` to the checkpoint that `resume=auto` or `runtime.autoresume` finds. Return the errors and notes."""
     if config.resume != "auto" and config.runtime.autoresume is not True:
-        return [], ()  # without an import of torch
+        return [], ()  # return before the import below, which imports torch
     from exp.check.starting_point import find_start
 
     try:

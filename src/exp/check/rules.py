@@ -94,7 +94,7 @@ def files_are_there(values: Values) -> Iterator[ErrorDetails]:
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
         yield invalid_value("resume", path, "a file on this machine", "Download it first")
-    # Path.is_file raises an exception for a name that is too long.
+    # os.path.isfile instead of Path.is_file, which raises an exception for a name that is too long.
     elif isinstance(path, str) and path not in ("", "auto") and not os.path.isfile(path):
         fix = "Write resume=null" if path.lower() == "none" else fix_of_value("resume", path) or _near_file(path)
         yield invalid_value("resume", path, "a checkpoint file that is there", fix)
@@ -204,7 +204,7 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
 def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
     """Yield the errors of checkpoints, callbacks and schedules that monitor a tag that the run does not log."""
     yield from _monitor_errors(values, "monitor", values["monitor"])
-    # Hooks and callbacks of the user may log other tags.
+    # Hooks and callbacks of users may log any tag, so other monitors are checked only without them.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
         return
@@ -276,7 +276,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
     terms = list(values["objective"]) if isinstance(values["objective"], dict) else []
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
     of_metrics = {stage: [f"{name}/{stage}" for name in metrics if stage in stages] for stage in ("val", "train")}
-    # The only term is the loss.
+    # An objective with a single term logs no tag for the term, because the term equals the loss.
     of_terms = [f"loss/val/{term}" for term in terms if len(terms) > 1]
     of_val = [] if without else ["loss/val", *of_metrics["val"], *of_terms]
     tags = [*of_val, "loss/train", EPOCH_LOSS, *of_metrics["train"]]
@@ -379,7 +379,7 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
 def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
     """Yield the error of data without a data set, or with a data set that is not a node."""
     data, target = values["data"], values["data._target_"]
-    # A class that is not exp's may be a LightningDataModule, which is reported when it is imported.
+    # A class outside of exp may be a LightningDataModule. The check of targets reports it after its import.
     is_exps = isinstance(target, str) and target.startswith("exp.")
     if not isinstance(data, dict) or brings_data(values.plain) or not is_exps:
         return

@@ -197,7 +197,7 @@ def _bases_above(target: type, maker: Callable[..., Any]) -> Iterator[type]:
     for base in target.__mro__:
         if base is object:
             return
-        # nn.Module takes `*args, **kwargs` and raises an exception for any value.
+        # Skip nn.Module: its signature is `*args, **kwargs`, but it raises an exception for any argument.
         if above and f"{base.__module__}.{base.__qualname__}" != "torch.nn.modules.module.Module":
             yield base
         above = above or base is holder

@@ -112,7 +112,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
 
     plain, _ = reading
     allow, is_own = allowed_packages(plain), has_module(plain)
-    # Values in `vars` and in the user's groups are checked where a key refers to them.
+    # Values in `vars` and in the user's groups are checked at the keys that interpolate them.
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}

@@ -33,7 +33,7 @@ class Found:
     """The result of a search.
 
     Attributes:
-        path: The checkpoint. None if there is none.
+        path: The checkpoint. None if no checkpoint was found.
         notes: Remarks on the checkpoints and runs that were found or skipped.
     """
 
@@ -155,7 +155,7 @@ def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) 
 
 def _newest_first(runs: Sequence[Path]) -> list[Path]:
     found = [path for run in runs for path in (run / CHECKPOINTS).glob("*.ckpt") if not path.name.startswith(".")]
-    # best.ckpt may be another name of last.ckpt.
+    # best.ckpt and last.ckpt may be links to the same file and then have the same time. last.ckpt is preferred.
     ages = {path: (path.stat().st_mtime_ns, path.name == "last.ckpt") for path in found if path.is_file()}
     return sorted(ages, key=ages.__getitem__, reverse=True)
 
@@ -201,5 +201,5 @@ def _is_completed(run: Path) -> bool:
         return False
     try:
         return bool(json.loads(report.read_text(encoding="utf-8"))["status"] == "completed")
-    except (ValueError, KeyError, TypeError):  # not a report of exp
+    except (ValueError, KeyError, TypeError):  # the file is not a report of exp
         return False

@@ -180,7 +180,7 @@ def without_gradient(
             continue
         is_used = any(id(one) in used for one in lost.values())
         why = "its output reaches no output that the objective reads" if is_used else "the forward never uses it"
-        # A module may have a parameter that its forward uses and another that it does not.
+        # If only some parameters of a layer get no gradient, list these parameters instead of the layer.
         names = [".".join(filter(None, [name, path])) for path in lost] if len(lost) < len(own) else [name]
         dead.setdefault((config_key(network, name), why), []).extend(names)
     for (key, why), names in dead.items():

@@ -109,7 +109,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     if word not in names:
         expected = f"one of {', '.join(_CARDS)}, or a number and a card such as 64xH100"
         raise config_error("device", got=text, expected=expected, fix=did_you_mean(word, list(names)))
-    # Python raises an exception for a number of thousands of digits.
+    # Check the length first, because int() raises an exception for thousands of digits.
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
         expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
@@ -170,11 +170,11 @@ def own_cpu(*, word: str, ranks: int) -> Device:
         flops=flops,
         bandwidth=2 * source.nbytes / copied,
         memory=memory.available // ranks,
-        # gloo over loopback copies each message a few times.
+        # An estimate: gloo over loopback copies each message a few times.
         link=2 * source.nbytes / copied / 8,
         latency=GLOO,
         overlaps=False,
-        # Ten operators in the forward and ten in the backward.
+        # `few` runs ten operators in the forward and ten in the backward.
         overhead=_fastest(few) / 20,
         source=f"measured on {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",
     )

@@ -74,7 +74,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One call of an operator.
+    """A call of an operator.
 
     Attributes:
         name: Name of the operator.
@@ -229,7 +229,7 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
         notes: List to which a note is added if the data cannot be read.
     """
     try:
-        # Real tensors, because the code of a data set reads numbers. A few samples are enough.
+        # Read real tensors, because the code of a data set may use their numbers. A few samples are enough.
         with unset_fake_temporarily():
             read = plan.data.first_samples("train", seconds=1.0)
     except (RunError, ConfigError) as error:
@@ -486,7 +486,7 @@ class OperatorLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # the result of the operator
         if func is torch.ops.prim.device.default:
-            return func(*args)  # autograd calls it more often than any other
+            return func(*args)  # skip this operator early, because autograd calls it most often
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
@@ -495,7 +495,7 @@ class OperatorLog(TorchDispatchMode):
         if not func.is_view and results:
             part, layer = self.part, self.layer()
             if part == "backward":
-                # A layer that is called in a backward recomputes its activations.
+                # If a layer runs its forward during a backward, it recomputes its activations.
                 part, layer = ("backward", self.owners.current) if layer == OBJECTIVE else ("recomputed", layer)
             moved = sum(
                 tensor.nbytes for tensor in {id(one): one for one in (*tensors_in([args, kwargs]), *results)}.values()

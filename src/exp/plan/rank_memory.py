@@ -196,7 +196,7 @@ def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprin
     """
     placement = load.placement
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
-        return Single(name="single").footprint(load)  # without a process group
+        return Single(name="single").footprint(load)  # one device without a process group does not communicate
     if isinstance(strategy, Strategy):
         return strategy.footprint(load)
     name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"

@@ -130,7 +130,7 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
     known = {key: run.config.data[key] for key in FROM_DATA}
     targets = _set_node(run).get("target")
-    if isinstance(targets, Mapping):  # in a batch, targets by name look like inputs
+    if isinstance(targets, Mapping):  # named targets in a batch were taken for inputs, so remove them
         known["inputs"] = {name: one for name, one in (known["inputs"] or {}).items() if name not in targets} or None
     unlabelled = unlabelled_node(run, path)
     with open_dict(config):

@@ -27,7 +27,7 @@ from exp.tensorboard.curves import Curve, read_curves
 WORDS = ("best", "last")
 # Prefix of network parameters in the state dict of exp's training module.
 PREFIX = "network."
-# The folder of exported files in a run directory.
+# Directory of exported files, below a run directory.
 EXPORTS = "exports"
 
 

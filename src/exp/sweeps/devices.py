@@ -17,9 +17,9 @@ from exp.config.settings import settings_of
 from exp.errors import config_error
 from exp.strategies.placement import Demand, Machine, Placement, placement, this_machine
 
-# Type of sweep.jobs.
+# Type of sweep.jobs: the number of jobs at a time, or auto.
 Jobs = int | Literal["auto"]
-# Type of sweep.devices_per_job: a number of GPUs, or a share of one below 1.
+# Type of sweep.devices_per_job: a number of GPUs, or a fraction below 1 of one GPU.
 PerJob = float | Literal["auto"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -141,7 +141,7 @@ def _slots(need: Need, *, jobs: Jobs, machine: Machine) -> int:
     if need.gpus >= 1:
         return max(1, machine.gpus // need.visible)
     if need.gpus:
-        return machine.gpus * int(1 / need.gpus + 1e-9)  # three shares of 1/3 fit
+        return machine.gpus * int(1 / need.gpus + 1e-9)  # the tolerance lets three jobs of 1/3 fit on a GPU
     return max(1, (machine.cores or 1) // need.ranks)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.sweeps.jobs import Job
 
-# Checks and freezes the config of a job, and returns its plan and its run directory.
+# Function that checks and freezes the config of a job, and returns its plan and its run directory.
 Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 

@@ -75,7 +75,7 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
         validate: Checks a config.
         packed: Config of each job, as packed by `exp.sweeps.jobs.pack`.
     """
-    install_handler(signal.SIG_DFL)  # from here on, only code of the user raises KeyboardInterrupt
+    install_handler(signal.SIG_DFL)  # after this call, only user code raises KeyboardInterrupt
     view, before = GpuView(), None
     for config in map(unpack, packed):
         try:
@@ -208,7 +208,7 @@ class JobProcesses:
                     found.append(_check_error(str(died).removeprefix("ended ")))
                 if deaths == MAX_DEATHS:
                     found += [found[-1]] * (len(configs) - len(found))
-            if received:  # after the last check
+            if received:  # a signal arrived after the last check
                 raise Interrupted(signum=received[0], checkpoint=None)
         return found
 

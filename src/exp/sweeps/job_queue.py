@@ -96,7 +96,7 @@ class Searched(Queue):
                 print(f"trial {trial} has no {' and no '.join(missing)}, and counts as failed", file=sys.stderr)
             if statuses == {"completed"} and all(map(math.isfinite, values)):
                 self._search.tell(trial, "completed", values)
-            elif "interrupted" not in statuses:  # an interrupted trial resumes
+            elif "interrupted" not in statuses:  # an interrupted trial has no result yet, because it can be resumed
                 self._search.tell(trial, "pruned" if statuses == {"pruned"} else "failed", values)
 
 

@@ -39,7 +39,7 @@ Check = Callable[[Sequence[bytes]], Sequence[ConfigError | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a sweep.
+    """A job of a sweep.
 
     Attributes:
         number: Number of the job. It names the run directory.
@@ -148,7 +148,7 @@ class Jobs:
         self._reads, self._settings = reads, _settings(master.config, reads)
         self._hydra_overrides = recorded_overrides(master.config, "hydra")
         typed = [parse_override(text) for text in recorded_overrides(master.config)]
-        # Of two equal keys the last one counts.
+        # If a key is set twice, the last override counts.
         last = {line.get_key_element(): line for line in typed}
         self._fixed = {key for key, line in last.items() if not line.is_sweep_override()}
         fixed = [line for line in typed if not line.is_sweep_override()]
@@ -181,7 +181,7 @@ class Jobs:
     def _by_hydra(self, job: Job, lines: Sequence[Override]) -> Job:
         check: Callable[[DictConfig], Sequence[ErrorDetails]] = early_errors
         if self.everything:
-            from exp.check.examination import config_errors as check  # imports torch
+            from exp.check.examination import config_errors as check  # this import loads torch
         overrides, where = [*self._hydra_overrides, *job.overrides], (self._config_dir, self._config_name)
         composition = composition_of(overrides, config_dir=where[0], config_name=where[1], check=check)
         is_plain = _follows_no_hydra_value(composition.config)
@@ -330,7 +330,7 @@ def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
     where: dict[object, tuple[ErrorDetails, list[Job]]] = {}
     for job in jobs:
         for error in job.error.errors if job.error else ():
-            # The fixes may differ, because they list the keys of a swept option.
+            # The fix is left out of the comparison, because it may list keys of a swept option.
             same = (error.key, error.got, error.at, error.subject, error.source)
             where.setdefault(same, (error, []))[1].append(job)
     errors = []

@@ -53,7 +53,7 @@ def identity_of(plain: Plain) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of jobs.jsonl: a job that was started.
+    """A line of jobs.jsonl: a job that was started.
 
     Attributes:
         job: Number of the job.
@@ -139,7 +139,7 @@ class Ledger:
             return None
         if report.status == "interrupted" or (report.status == "failed" and retries_failed):
             return None
-        return replace(report, directory=str(directory))  # the sweep may have been moved
+        return replace(report, directory=str(directory))  # the directory of the sweep may have been moved
 
     def begin(self, overrides: Sequence[str], search: Mapping[str, object] | None) -> None:
         """Write sweep.json, after a comparison with the sweep.json of an earlier sweep.
@@ -159,7 +159,7 @@ class Ledger:
                 raise _refusal(f"{got}, and {self.directory} has a sweep of the other kind", "the same kind")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
-                # The record of the search would mix the results of different jobs.
+                # Refuse, because the record of the search would mix results of different jobs.
                 typed = " ".join(before["overrides"])
                 got = f"another search than that of {self.directory}, which differs in {other[0]}: {typed}"
                 raise _refusal(got, "the same search, with more trials if needed")
@@ -247,7 +247,7 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
 
 def is_sweep(directory: Path) -> bool:
     """Return whether a directory is the directory of a sweep."""
-    # os.path returns False for a folder that cannot be read.
+    # os.path.isfile returns False for a directory that cannot be read; Path.is_file raises an exception.
     if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
         return True
     # A run directory may also have a table.csv, but next to a config.yaml.

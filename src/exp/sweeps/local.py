@@ -56,7 +56,7 @@ def outcomes(
 
     each = min(most_threads, torch.get_num_threads())
     torch.set_num_threads(each)
-    os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read it
+    os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read this variable
     if not is_stack:
         yield 0, run_job(fit, _config_in_place(jobs[0]))
         return
@@ -92,7 +92,7 @@ class _Running:
         process: Its process.
         need: CPU processes and GPUs that the work needs.
         gpus: Names of its GPUs.
-        waiting: Indices of the jobs that have not ended.
+        waiting: Indices of the jobs that are still running.
     """
 
     work: Work
@@ -205,7 +205,7 @@ class LocalExecutor:
                 self._ended.append(End(job=job.number, outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
-        """Return the error of a job whose process ended without a result, and write the report of the job."""
+        """Return the error of a job after its process ended without a result, and write the report of the job."""
         error: ExpError = interruption_of(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
         report_bad_end(directory, error)

@@ -1,4 +1,4 @@
-"""One member of a stack: a job with its training module, its optimizer and its run directory.
+"""A member of a stack: a job with its training module, its optimizer and its run directory.
 
 Checkpoints of a member have the layout of exp.engine.checkpointing, so a single run can resume from them.
 """
@@ -121,7 +121,7 @@ class MemberLog:
         self.latest: dict[str, float] = {}
         self.stages: dict[str, int] = {}
         self.loggers: list[RunLogger] = []
-        # Drawing the pictures of many members takes longer than their training.
+        # Heat maps are not drawn, because drawing takes longer than training when there are many members.
         self._heat_maps = HeatMaps(directory, is_drawn=False)
         self._lines: list[str] = []
 
@@ -459,7 +459,7 @@ class Member:
             "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
             "state_dict": self.module.state_dict(),
-            # Checkpointing makes the state of the fit loop from the position. The other loops start from zero.
+            # On resume, Checkpointing computes the state of the fit loop. Other loops start from zero.
             "loops": {f"{name}_loop": {} for name in ("fit", "validate", "test", "predict")},
             "callbacks": {},
             **self.updates.state(),

@@ -200,4 +200,4 @@ def _sampler(name: Sampler, *, seed: int, width: int) -> BaseSampler:
             constant_liar=width > 1,
         ),
     }
-    return makers[name](seed=seed % 2**32)  # a seed of NumPy's RandomState
+    return makers[name](seed=seed % 2**32)  # NumPy's RandomState needs a seed below 2**32

@@ -294,7 +294,7 @@ def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, .
         # Hydra shuffles differently each time, but a resumed sweep needs the same jobs in the same order.
         value.shuffle = False
         texts = list(line.sweep_string_iterator())
-        value.shuffle = True  # overrides of the same text share the object
+        value.shuffle = True  # restore the value, because overrides with the same text share this object
         random.Random(f"{seed} {line.key_or_group}").shuffle(texts)
         return tuple(texts)
     return tuple(line.sweep_string_iterator())

@@ -223,7 +223,7 @@ class Stack:
         self._progress = Progress(
             epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches, epochs=start.epoch
         )
-        assert trainer.max_epochs is not None  # null cannot be stacked
+        assert trainer.max_epochs is not None  # `obstacle` refuses null
         self._epochs = trainer.max_epochs
         self._max_steps = max(trainer.max_steps or 0, 0)
         self._log_every: int = trainer.log_every_n_steps or 50

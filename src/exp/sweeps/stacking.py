@@ -52,7 +52,7 @@ REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
     ((1,), ("launch.nodes", "trainer.accumulate_grad_batches")),
     ((1,), ("trainer.check_val_every_n_epoch",)),
     ((1, "auto"), ("launch.devices",)),
-    # A limit of 1.0 is all batches, a limit of 1 is one batch.
+    # 1.0 means all batches, but the integer 1 means one batch.
     ((None, 1.0), ("trainer.val_check_interval", "trainer.limit_train_batches")),
     ((None, 1.0), ("trainer.limit_val_batches", "trainer.limit_test_batches")),
     (("auto", "cpu"), ("launch.accelerator",)),

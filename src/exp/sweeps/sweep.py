@@ -278,7 +278,7 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     resumed = _find_resumed(master, wanted)
     with handle_signals(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
-            # The directory does not depend on a swept name.
+            # The shared config determines the directory, so a swept name does not affect it.
             directory = make_exclusively(wanted) if resumed is None else resumed
         except OSError as error:
             raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
@@ -318,7 +318,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
     except (Interrupted, KeyboardInterrupt) as error:
         return _end_interrupted(error, jobs, directory)
     except Exception as error:
-        with contextlib.suppress(OSError):  # the first error is raised
+        with contextlib.suppress(OSError):  # raise the first error, not an error of writing the table
             _finish(jobs, directory)
         if isinstance(error, HydraException):
             raise ConfigError([error_of(error)]) from error
@@ -378,11 +378,11 @@ def _finish(jobs: Sweep | None, directory: Path) -> None:
 def _remove_unused(directory: Path) -> None:
     """Remove the directory of a sweep without a started job, and its empty parent directories."""
     if (directory / JOBS).is_file():
-        return  # an earlier sweep, which this one would have resumed
+        return  # keep the jobs of the earlier sweep that this sweep would have resumed
     for name in ("multirun.yaml", SETTINGS, JOURNAL):
         (directory / name).unlink(missing_ok=True)
     withdraw(directory)
-    # A directory is not empty, or already removed, if another sweep runs at the same time.
+    # If another sweep runs at the same time, a directory may be in use or already removed.
     with contextlib.suppress(OSError):
         for path in (directory, *directory.parents):
             if path == Path.cwd():

@@ -129,7 +129,7 @@ class SweepRunner:
         """
         try:
             jobs = queue.next()
-        except Interrupted:  # a signal came while a proposal was checked
+        except Interrupted:  # a signal arrived while a proposed job was checked
             return False
         left = []
         for job in jobs:
@@ -139,7 +139,7 @@ class SweepRunner:
                 self._record(row, queue)
         if left and not received:
             left = [self._place(job) for job in left]
-            with contextlib.suppress(Interrupted):  # a signal came while the executor looked up what a job needs
+            with contextlib.suppress(Interrupted):  # a signal arrived during the start
                 self._start(left)
         for job in left:
             if job.number not in self._running:

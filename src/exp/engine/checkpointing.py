@@ -195,7 +195,10 @@ class Checkpointing(Callback):
         self.end(trainer, after_fit(trainer))
 
     def end(self, trainer: Trainer, position: Position) -> None:
-        """Write the last state unless it is already written, and wait for all writes. Every rank must call this method."""
+        """Write the last state unless it is already written, and wait for all writes.
+
+        Every rank must call this method.
+        """
         self.settle(trainer)
         if trainer.global_step != self._saved_step or self._is_better or self._owes_last:
             self._write(trainer, position, is_due=True)

@@ -54,7 +54,10 @@ def is_compiled(network: nn.Module) -> bool:
 
 
 def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the network runs uncompiled. If the network is not compiled, the context does nothing."""
+    """Return a context in which the network runs uncompiled.
+
+    If the network is not compiled, the context does nothing.
+    """
     return _eager() if is_compiled(network) else nullcontext()
 
 

@@ -288,8 +288,9 @@ class Ahead(Iterator[Batch]):
         return self._read[self._next - 1 - self._first]
 
     def micro_batches(self, start: int, stop: int, *, with_data: bool) -> Sequence[Batch]:
-        """Return this rank's parts of the batches `start` to `stop - 1`. The list is shorter if the data ends before
-        `stop`.
+        """Return this rank's parts of the batches `start` to `stop - 1`.
+
+        The list is shorter if the data ends before `stop`.
 
         Args:
             start: Number of the current training batch.

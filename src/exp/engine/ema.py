@@ -181,9 +181,7 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
 
 
 class _Holder(nn.Module):
-    """Wrapper module whose forward calls a function with the wrapped module, so that functional_call supports any
-    function.
-    """
+    """Wrapper module, so that functional_call can run any function on the wrapped module."""
 
     def __init__(self, held: LightningModule) -> None:
         super().__init__()

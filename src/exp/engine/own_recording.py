@@ -100,8 +100,9 @@ class OwnRecording(StepRecording):
         self._step_hooks.after_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Run the hooks on unscaled gradients. With several optimizers, only the gradients of this optimizer are
-        visible.
+        """Run the hooks on unscaled gradients.
+
+        With several optimizers, only the gradients of this optimizer are visible.
         """
         hooks, several = self._step_hooks, len(trainer.optimizers) > 1
         if hooks.record is not None and hooks.record.is_stepped and not several and pl_module.automatic_optimization:

@@ -301,8 +301,9 @@ class PhasedModule(TrainingModule):
         return values, loss, parts
 
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
-        """Return the values of an evaluation batch, and the means of the terms of all phases. The loss is their
-        weighted sum.
+        """Return the values of an evaluation batch, and the means of the terms of all phases.
+
+        The loss is their weighted sum.
         """
         known: dict[str | None, Values] = {}
         means: list[Mean] = []

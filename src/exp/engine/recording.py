@@ -93,7 +93,7 @@ class StepRecording(Callback, ABC):
 
     @abstractmethod
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
-        """Write the values of an evaluation."""
+        """Write the values of an evaluation to the loggers."""
 
     # --- the run ---
 
@@ -217,7 +217,10 @@ class StepRecording(Callback, ABC):
                 precision.check_values(step.values, step=step.index)
 
     def progress_values(self) -> dict[str, float]:
-        """Return the latest losses and metrics of stages by tag, for the console. Single terms of a loss are left out."""
+        """Return the latest losses and metrics of stages by tag, for the console.
+
+        Single terms of a loss are left out.
+        """
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:

@@ -206,8 +206,9 @@ class StepHooks(StepObserver):
         return due
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Call before_update of the due hooks. In contrast to other methods, it is called in every pass over the
-        micro-batches.
+        """Call before_update of the due hooks.
+
+        In contrast to other methods, it is called in every pass over the micro-batches.
         """
         record = self.record
         if record is None or not record.due.before_update:
@@ -308,7 +309,10 @@ class StepHooks(StepObserver):
                 hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
-        """Call a method of hooks and record the returned values. With phases, the phase's name is appended to the tags."""
+        """Call a method of hooks and record the returned values.
+
+        With phases, the phase's name is appended to the tags.
+        """
         record, phase = self.record, self.turn.phase
         if record is None or not hooks:
             return

@@ -109,8 +109,9 @@ class Stopping(Callback):
     # --- a signal ---
 
     def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """End the run if a signal was received, at the start of a window of accumulated batches. Every rank must call
-        it.
+        """End the run if a signal was received, at the start of a window of accumulated batches.
+
+        Every rank must call it.
         """
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
             self._leave(trainer, before_batch(trainer, batch_idx))

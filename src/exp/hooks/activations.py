@@ -1,4 +1,4 @@
-"""The hook `activations`: a few numbers on the output of each layer."""
+"""Hook `activations`, which logs statistics of the output of each layer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from exp.hooks.panels import Column, Healthy, Histogram
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 
-# Share of the range of a bounded module that counts as its bound.
+# Fraction of a bounded module's range within which an output counts as saturated.
 MARGIN = 0.01
-# Bounds of modules whose output is bounded. Hardtanh and its subclasses have attributes for them.
+# Bounds of modules with a bounded output. Hardtanh and its subclasses have attributes for their bounds.
 BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
     nn.Softsign: (-1.0, 1.0),
     nn.Sigmoid: (0.0, 1.0),
     nn.Hardsigmoid: (0.0, 1.0),
 }
-# The figures of a part: number of entries, mean, sum of squared deviations, number of zeros, number at a bound.
+# Indices of the statistics: number of entries, mean, sum of squared deviations, number of zeros, number at a bound.
 COUNT, MEAN, SQUARES, ZEROS, SATURATED = range(5)
 
-# Layers in which a signal fades or grows by three orders of magnitude, half of whose units are dead, or half of whose
-# entries are at their bounds.
+# Limits of healthy layers: the signal changes by less than three orders of magnitude, fewer than half of the units are
+# dead, and fewer than half of the entries are at their bounds.
 HEALTHY: dict[str, Healthy] = {
     "std": Healthy(low=1e-3, high=1e3),
     "dead_units": Healthy(high=0.5, is_logarithmic=False),
@@ -39,27 +39,29 @@ HEALTHY: dict[str, Healthy] = {
 
 
 class Activations(Hook):
-    """Draws five figures of the output of each module over the batch of a due step, of all ranks and micro-batches.
+    """Hook that logs statistics of the output of each module.
 
-    Each is a heat map, layers by steps, whose numbers are in the run's table.csv. With `each_layer` they are scalars,
-    too, under `activations/<figure>/<module>`:
+    The statistics cover the batch of a due step, over all ranks and micro-batches. Each statistic is a heat map, layers
+    by steps, whose numbers are saved in the run's table.csv. With `each_layer` they are also scalars under
+    `activations/<statistic>/<module>`:
 
-    `activations/mean`, `activations/std`: over all entries of the output. The deviation divides by their number.
-    `activations/zeros`: share of entries that are 0.
-    `activations/dead_units`: share of units whose every entry is 0. A unit is a feature, the last axis of `[B, C]` and
-    `[B, T, C]`, or a channel, axis 1 of `[B, C, H, W]`.
-    `activations/saturated`, of bounded modules: share of entries within 1 per cent of the range of a bound. For ReLU6
-    that is the upper bound.
-    `activations/histogram/<module>`, on request: of the last micro-batch of rank 0.
+    `activations/mean`, `activations/std`: mean and standard deviation over all entries of the output. The variance
+    divides by the number of entries.
+    `activations/zeros`: fraction of entries that are 0.
+    `activations/dead_units`: fraction of units whose entries are all 0. A unit is a feature (last axis of `[B, C]` and
+    `[B, T, C]`) or a channel (axis 1 of `[B, C, H, W]`).
+    `activations/saturated`: for bounded modules, fraction of entries within 1 percent of the range of a bound. For
+    ReLU6 only the upper bound counts.
+    `activations/histogram/<module>`: if requested, histogram of the last micro-batch of rank 0.
 
-    A module that is called several times in a step counts with all its calls, and with the first tensor that it
-    returns. Functions in a forward program are no modules. Figures are computed in float32 and merged in float64.
+    If a module is called several times in a step, all its calls count. If it returns several tensors, the first one
+    counts. Functions in a forward program are not modules. Statistics are computed in float32 and merged in float64.
 
     Args:
-        every_n_steps: Period. `auto` depends on the length of the run.
-        each_layer: Whether the figures are scalars, too.
-        modules: Patterns of modules. `*` alone means layers, which are modules without submodules.
-        histogram: Whether histograms are logged.
+        every_n_steps: Steps between two records. `auto` depends on the length of the run. Default: auto.
+        each_layer: Whether the statistics are also logged as scalars. Default: False.
+        modules: Patterns of modules. `*` alone selects layers: modules without submodules. Default: *.
+        histogram: Whether histograms are logged. Default: False.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
@@ -80,7 +82,7 @@ class Activations(Hook):
 
     def passed(self, boundary: Boundary, step: Step) -> None:
         if boundary == "batch":
-            # A rank without a share of the batch has a stand-in, which adds nothing to the sums.
+            # A rank without samples computes a placeholder batch, which must not add to the statistics.
             self._counts = step.weight != 0.0
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -130,7 +132,14 @@ class Activations(Hook):
 
 @dataclass(slots=True)
 class _Seen:
-    """The calls of a module in a step. live: bool by unit, for each number of units."""
+    """Calls of one module in a step.
+
+    Attributes:
+        bounded: Whether the module's output has bounds.
+        parts: Statistics of each call.
+        live: Bool vector that marks units with an entry other than 0, by number of units.
+        last: Output of the last call; None if no histogram is requested.
+    """
 
     bounded: bool
     parts: list[Tensor] = field(default_factory=list)
@@ -139,10 +148,14 @@ class _Seen:
 
 
 def figures(output: Tensor, module: nn.Module) -> Tensor:
-    """Return five numbers on one output of a module, `[5]`, float64: COUNT, MEAN, SQUARES, ZEROS, SATURATED."""
+    """Return five statistics of a module's output: COUNT, MEAN, SQUARES, ZEROS, SATURATED.
+
+    Returns:
+        Vector `[5]`, float64 (float32 on mps).
+    """
     values = output.to(at_least_float32(output.dtype))
     count = float(values.numel())
-    # In two passes: torch.var_mean takes fifteen times as long on a CPU.
+    # Two passes, because torch.var_mean takes fifteen times as long on a CPU.
     mean = values.mean()
     squares = (values - mean).square_().sum()
     exact = torch.float32 if values.device.type == "mps" else torch.float64
@@ -152,7 +165,14 @@ def figures(output: Tensor, module: nn.Module) -> Tensor:
 
 
 def merge_figures(parts: Sequence[Tensor]) -> Tensor:
-    """Return the figures of the entries of all parts, `[5]`, from those of each. Chan, Golub and LeVeque 1979."""
+    """Return the statistics over all parts, computed from the statistics of each part (Chan, Golub and LeVeque 1979).
+
+    Args:
+        parts: Vectors `[5]`, as `figures` returns them.
+
+    Returns:
+        Vector `[5]`.
+    """
     if len(parts) == 1:
         return parts[0]
     table = torch.stack(list(parts))
@@ -164,21 +184,21 @@ def merge_figures(parts: Sequence[Tensor]) -> Tensor:
 
 
 def live_units(output: Tensor) -> Tensor:
-    """Return whether each unit has an entry other than 0: bool `[C]`."""
+    """Return a bool vector `[C]` that marks units with an entry other than 0."""
     axis = 1 if output.dim() > 3 else output.dim() - 1
     others = [one for one in range(output.dim()) if one != axis]
     return (output.abs().amax(others) if others else output.abs().amax()[None]) != 0
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:
-    """Return the bounds of a module's output; None for a module without them."""
+    """Return the lower and upper bound of a module's output; None if it has no bounds."""
     if isinstance(module, nn.Hardtanh):  # and ReLU6, which derives from it
         return float(module.min_val), float(module.max_val)
     return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
 
 
 def count_saturated(values: Tensor, module: nn.Module) -> Tensor:
-    """Return the number of entries at a bound, 0-d; 0 for a module without bounds."""
+    """Return the number of entries at a bound, 0-d. It is 0 for a module without bounds."""
     bounds = bounds_of(module)
     if bounds is None:
         return values.new_zeros(())

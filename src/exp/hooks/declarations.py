@@ -1,4 +1,4 @@
-"""The needs that a hook's class may declare, and mistakes in its methods."""
+"""Needs that a hook's class may declare, and checks of a hook's methods."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ NEEDS = {
 
 
 def class_errors(kind: type, base: type, *, key: str) -> Iterator[ErrorDetails]:
-    """Yield the errors of a subclass of `base` whose methods look mistyped, have other parameters, or are missing.
+    """Yield the errors of a hook's class: mistyped method names, wrong parameters, or no overridden method.
 
-    key: The hook's key in the config. Methods of `base` that are called around a run do not count.
+    Args:
+        kind: Class of the hook.
+        base: Base class of hooks. A hook must override one of its methods that are called during a run.
+        key: Key of the hook in the config.
     """
     known = _methods(base)
     own = {name: one for each in reversed(kind.__mro__) if _derives(each, base) for name, one in _methods(each).items()}
@@ -58,7 +61,7 @@ def _derives(kind: type, base: type) -> bool:
 
 
 def _misfit(name: str, method: FunctionType, base: FunctionType) -> tuple[str, str] | None:
-    """Return the error of the parameters of an overridden method, and the right definition."""
+    """Return the error in an overridden method's parameters, and the correct definition; None if there is no error."""
     signature, parameters = inspect.signature(method), list(inspect.signature(base).parameters)
     try:
         signature.bind(*parameters)

@@ -1,4 +1,4 @@
-"""Pictures that are drawn on the host: pictures with captions, heat maps, curves."""
+"""Functions that draw figures on the host: pictures with captions, heat maps, curves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from exp.hooks.panels import Healthy
 
-# Distinct without red or without green, too (Okabe and Ito 2008).
+# Colors that people without red or green vision can distinguish (Okabe and Ito 2008).
 BLUE, ORANGE, GREEN, PINK = (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167)
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
 RIGHT, WRONG = BLUE, ORANGE
@@ -20,19 +20,22 @@ INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE, MARGIN = 11, 6
 LINE = TEXT_SIZE + 3
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-# TensorBoard's Images page stretches what is narrower, and leaves out lines of what is wider.
+# TensorBoard's Images page stretches narrower pictures, and leaves out lines of wider ones.
 CARD = 350
 LONGEST_NAME = 140
 
 
 @functools.cache
 def font_of(size: int) -> Font:
-    """Return Pillow's own font. It is read once, because that takes longer than most pictures."""
+    """Return Pillow's built-in font. The font is cached, because reading it takes longer than drawing most pictures."""
     return ImageFont.load_default(size)
 
 
 def blank(width: float, height: float, title: str) -> tuple[Image.Image, ImageDraw.ImageDraw, Font]:
-    """Return a sheet with a title, wide enough for it, with a pen and the font."""
+    """Return an empty picture with a title, its drawing object, and the font.
+
+    The picture is at least as wide as the title.
+    """
     font = font_of(TEXT_SIZE)
     sheet = Image.new("RGB", (max(int(width), int(font.getlength(title)) + 2 * MARGIN, CARD), int(height)), PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -41,7 +44,14 @@ def blank(width: float, height: float, title: str) -> tuple[Image.Image, ImageDr
 
 
 def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
-    """Return the part of a text that fits. keeps_end: keep the end, in which names of neighbors differ."""
+    """Return a text shortened to a width in pixels.
+
+    Args:
+        text: The text.
+        width: Maximum width in pixels.
+        keeps_end: Whether to keep the end of the text, because names of neighboring layers differ at the end. If false,
+            the start is kept. Default: False.
+    """
     font = font_of(TEXT_SIZE)
     if font.getlength(text) <= width:
         return text
@@ -51,28 +61,36 @@ def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
 
 
 def widest(texts: Sequence[str]) -> int:
-    """Return the width of the widest text."""
+    """Return the width of the widest text in pixels."""
     return int(max(map(font_of(TEXT_SIZE).getlength, texts), default=0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caption:
-    """Lines below a picture. right: whether the network was right; None if that is not known."""
+    """Text lines below a picture.
+
+    Attributes:
+        lines: The lines.
+        right: Whether the network's prediction is right; None if unknown. Default: None.
+    """
 
     lines: Sequence[str]
     right: bool | None = None
 
 
 def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
-    """Draw pictures in a grid, each in a frame with its caption below: blue if the network was right, orange if not.
+    """Draw pictures in a grid, with a frame and a caption for each picture.
+
+    The frame is blue if the network's prediction is right, and orange if it is wrong.
 
     Args:
-        pictures: uint8 `[N, H, W, 3]`, enlarged by whole pixels until they can be seen.
-        captions: N of them.
+        pictures: uint8 `[N, H, W, 3]`. Small pictures are enlarged by an integer factor.
+        captions: N captions.
         title: Text above the grid.
-        columns: Pictures in a row.
+        columns: Number of pictures per row.
 
-    Returns: uint8 `[H', W', 3]`.
+    Returns:
+        Picture, uint8 `[H', W', 3]`.
     """
     factor = max(1, 64 // max(pictures.shape[1:3]))
     pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
@@ -93,7 +111,7 @@ def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: 
     return np.array(sheet)
 
 
-# In a heat map healthy numbers are gray, darker as they grow; the others are saturated.
+# Healthy numbers are gray, darker for larger numbers. Other numbers have saturated colors.
 LIGHT, DARK = 232, 96
 LOW, HIGH, LOST = (0, 90, 255), (255, 96, 0), (225, 0, 120)
 MOST_ROWS, ROWS = 720, 360
@@ -104,17 +122,21 @@ KEY = 22
 def heat_map(
     numbers: np.ndarray, *, names: Sequence[str], steps: Sequence[int], healthy: Healthy, title: str
 ) -> np.ndarray:
-    """Draw rows by steps: uint8 `[H, W, 3]`.
+    """Draw a heat map of numbers, rows by steps.
 
-    A healthy number is gray, darker as it grows. A number below the lower bound is blue, above the upper bound orange,
-    infinite pink, and a missing one white. Of more rows than MOST_ROWS, the least healthy of neighbors is shown.
+    Healthy numbers are gray, darker for larger numbers. Numbers below the lower bound are blue, numbers above the upper
+    bound orange, infinite numbers pink, and missing numbers white. If there are more than MOST_ROWS rows, neighboring
+    rows are merged and the least healthy number of them is shown.
 
     Args:
-        numbers: `[R, S]`. Infinite is not finite, nan is missing.
-        names: R of them.
-        steps: S of them, rising.
+        numbers: `[R, S]`. nan marks a missing number, and an infinity marks a number that is not finite.
+        names: R names of rows.
+        steps: S steps, in increasing order.
         healthy: Bounds of healthy numbers.
         title: Text above the map.
+
+    Returns:
+        Picture, uint8 `[H, W, 3]`.
     """
     numbers, names = _fold(numbers, names, healthy)
     count, length = numbers.shape
@@ -139,7 +161,7 @@ def heat_map(
 
 
 def _fold(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
-    """Return at most MOST_ROWS rows and their names."""
+    """Merge neighboring rows until there are at most MOST_ROWS. Return the rows and their names."""
     together = -(-len(names) // MOST_ROWS)
     if together == 1:
         return numbers, names
@@ -149,7 +171,7 @@ def _fold(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[
 
 
 def _harm(numbers: np.ndarray, healthy: Healthy) -> np.ndarray:
-    """Return the distance from healthy: 4 not finite, 3 too large, 2 too small, 1 healthy, 0 missing."""
+    """Return a severity for each number: 4 not finite, 3 too large, 2 too small, 1 healthy, 0 missing."""
     harm = np.where(np.isnan(numbers), 0, 1)
     harm[numbers < (-np.inf if healthy.low is None else healthy.low)] = 2
     harm[numbers > (np.inf if healthy.high is None else healthy.high)] = 3
@@ -161,7 +183,7 @@ Colour = tuple[int, int, int]
 
 
 def _colours(numbers: np.ndarray, healthy: Healthy) -> tuple[np.ndarray, list[tuple[Colour, str]]]:
-    """Return the colors of numbers, uint8 `[R, S, 3]`, and the meaning of each color."""
+    """Return the color of each number, uint8 `[R, S, 3]`, and pairs of a color and its meaning."""
     harm = _harm(numbers, healthy)
     fine = numbers[(harm == 1) & ((numbers > 0) | (not healthy.is_logarithmic))]
     low, most = (float(fine.min()), float(fine.max())) if len(fine) else (0.0, 0.0)
@@ -185,20 +207,23 @@ def _colours(numbers: np.ndarray, healthy: Healthy) -> tuple[np.ndarray, list[tu
 
 
 WIDTH, HEIGHT = 480, 320
-# The scale is logarithmic if the largest value is so many times the smallest.
+# The y axis is logarithmic if the ratio of the largest to the smallest value exceeds this number.
 WIDE = 100.0
 TICKS = 5
 STROKE = 14
 
 
 def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: str, along: str) -> np.ndarray:
-    """Draw up to four curves: uint8 `[H, W, 3]`. A curve has gaps where its values are not finite.
+    """Draw up to four curves. A curve has a gap at each value that is not finite.
 
     Args:
-        x: Places of the values, rising.
-        named: Values of each curve, as many.
+        x: Positions of the values, in increasing order.
+        named: Values of each curve by name, as many as positions.
         title: Text above the curves.
         along: Label of the x axis.
+
+    Returns:
+        Picture, uint8 `[H, W, 3]`.
     """
     finite = [value for values in named.values() for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)

@@ -1,4 +1,4 @@
-"""The hook `gradients`: norms and histograms of gradients, and the change of parameters in a step."""
+"""Hook `gradients`, which logs norms and histograms of gradients, and the relative change of parameters per step."""
 
 from __future__ import annotations
 
@@ -25,40 +25,45 @@ if TYPE_CHECKING:
 NORM, CLIPPED, RATIO = "gradients/norm/", "gradients/norm_clipped/", "gradients/update_ratio/"
 OWN_PERIODS = ("histogram_every_n_steps", "update_ratio_every_n_steps")
 PERIODS = ("every_n_steps", "heat_map_every_n_steps", *OWN_PERIODS)
-# Below the lower bound an optimizer such as Adam sees its own eps (1e-8 an entry), above the upper one losses diverge.
+# Below the lower bound, the eps of optimizers such as Adam (1e-8 per entry) dominates. Above the upper bound, losses
+# diverge.
 HEALTHY_NORM = Healthy(low=1e-6, high=100.0)
-# Two orders of magnitude about the 0.001 that is the usual advice for weights: see UpdateRatio.
+# Two orders of magnitude around 0.001, the usual recommendation for weights: see UpdateRatio.
 HEALTHY_RATIO = Healthy(low=1e-5, high=0.1)
 
 
 class Gradients(Hook):
-    """Logs gradients of an optimizer step: accumulated, averaged over ranks, without a loss scale, before clipping.
+    """Hook that logs the gradients of an optimizer step.
 
-    `gradients/norm/total` is the 2-norm of all gradients. `gradients/norm` is a heat map, parameters by steps, of the
-    norm of each gradient. `gradients/histogram/<parameter>` has the finite entries.
+    The gradients are accumulated, averaged over ranks, unscaled, and not clipped.
 
-    `gradients/update_ratio/total` is the norm of the change of all parameters over their norm before the step, and
-    `gradients/update_ratio` a heat map of the same ratio of each parameter.
+    `gradients/norm/total` is the 2-norm over all gradients. `gradients/norm` is a heat map, parameters by steps, with
+    the norm of each gradient. `gradients/histogram/<parameter>` contains the finite entries.
 
-    A parameter without a gradient in a step has no value there. The run's table.csv has the numbers of the heat maps.
-    With `each_parameter` they are scalars, too: `gradients/norm/<parameter>`, `gradients/update_ratio/<parameter>`.
+    `gradients/update_ratio/total` is the norm of the change of all parameters, divided by their norm before the step.
+    `gradients/update_ratio` is a heat map with the same ratio for each parameter.
 
-    If the run clips, `clipped` adds `gradients/norm_clipped/total` and, with `each`,
+    If a parameter has no gradient in a step, its value is missing. The numbers of the heat maps are saved in the run's
+    table.csv. With `each_parameter` they are also scalars: `gradients/norm/<parameter>`,
+    `gradients/update_ratio/<parameter>`.
+
+    If the run clips gradients, `clipped` adds `gradients/norm_clipped/total`. With `clipped=each` it also adds
     `gradients/norm_clipped/<parameter>`.
 
     Args:
-        every_n_steps: Period of the total norm, and of norms that are scalars.
-        each_parameter: Whether the values of each parameter are scalars, too.
-        modules: Patterns of modules whose parameters, and those of their submodules, are logged. The total is theirs.
-        clipped: The norms after clipping that are logged. None logs none.
-        heat_map_every_n_steps: Period of the norm of each parameter. For this and the other periods `auto` depends on
-            the length of the run, and None logs nothing.
-        histogram_every_n_steps: Period of the histograms.
-        update_ratio_every_n_steps: Period of the update ratios.
+        every_n_steps: Steps between two records of the total norm, and of norms that are scalars. Default: 1.
+        each_parameter: Whether the values of each parameter are also logged as scalars. Default: False.
+        modules: Patterns of modules. Only parameters of these modules and their submodules are logged, and the totals
+            cover only these parameters. Default: *.
+        clipped: Norms after clipping: `total`, `each` (of every parameter, too), or None. Default: None.
+        heat_map_every_n_steps: Steps between two records of the norm of each parameter. `auto` depends on the length of
+            the run, and None disables the record. Default: auto.
+        histogram_every_n_steps: Steps between two records of the histograms. Default: auto.
+        update_ratio_every_n_steps: Steps between two records of the update ratios. Default: auto.
     """
 
     longest = {"heat_map_every_n_steps": 100, "histogram_every_n_steps": 100, "update_ratio_every_n_steps": 100}
-    # Of a small network a histogram takes as long as the norms of all parameters at a hundred steps.
+    # A histogram of a small network takes as long as the norms of all parameters in a hundred steps.
     fewest = {"histogram_every_n_steps": 5}
 
     def __init__(
@@ -80,7 +85,7 @@ class Gradients(Hook):
         self._parameters: list[nn.Parameter] = []
         self.names: list[str] = []
         self._ratio = UpdateRatio()
-        # By whether the step has ratios. A method that a subclass overrides is always called.
+        # Keys: whether the step records ratios. Methods that a subclass overrides are always called.
         own = {
             name for name in ("after_step", "after_clipping") if getattr(type(self), name) is getattr(Gradients, name)
         }
@@ -91,7 +96,7 @@ class Gradients(Hook):
         return None if period is None else self.steps_of(setting, period)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Report a parameter called total, and figures that stage 3 of DeepSpeed hides from hooks."""
+        """Yield errors for a parameter named total, and for values that stage 3 of DeepSpeed hides from hooks."""
         yield from super().errors(planned)
         if "total" in dict(planned.network.named_parameters()):
             yield self.error(
@@ -126,12 +131,17 @@ class Gradients(Hook):
         self._ratio.forget()
 
     def norms_alone(self, index: int) -> bool:
-        """Return whether step `index` logs norms before clipping and nothing else."""
+        """Return whether step `index` logs norms before clipping and no other values."""
         return self.due(index) and not any(is_due_at(getattr(self, period), index) for period in OWN_PERIODS)
 
     def name_norms(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
-        """Return the values of step `index` from the norm of each parameter, computed elsewhere."""
-        # By squares, as in with_total.
+        """Return the values of step `index` by tag, given the norms of the parameters.
+
+        Args:
+            each: Norm of each parameter's gradient, in the order of `names`.
+            index: Number of the step, counted from 1.
+        """
+        # The same rounding as in with_total, which adds squares.
         total = math.sqrt(sum([number * number for number in each]))
         return self._shown_norms(NORM, self.names, each, total, index)
 
@@ -173,7 +183,7 @@ class Gradients(Hook):
         return values | {RATIO + name: ratio for name, ratio in ratios.items()} if self.each_parameter else values
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        """Return the names of parameters with a gradient, and the gradients."""
+        """Return the names of the parameters that have a gradient, and the gradients."""
         pairs = [
             (name, gradient)
             for name, parameter in zip(self.names, self._parameters, strict=True)
@@ -182,7 +192,12 @@ class Gradients(Hook):
         return [name for name, _ in pairs], [gradient for _, gradient in pairs]
 
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
-        """Return the norms of this moment by tag. beginning: the start of the tags."""
+        """Return the current norms by tag.
+
+        Args:
+            step: The step.
+            beginning: First part of the tags.
+        """
         names: Sequence[str] = self.names
         if step.parts is None:
             gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
@@ -190,7 +205,7 @@ class Gradients(Hook):
             each, total = with_total(norms(gradients))
         else:
             names, gradients = self._gradients()
-            # Also without any here: other ranks may hold some.
+            # Called even without a gradient on this rank, because other ranks may have gradients.
             found = step.norms(dict(zip(names, gradients, strict=True)))
             names = list(found)
             each, total = with_total(list(found.values()))
@@ -211,15 +226,15 @@ class Gradients(Hook):
 
 
 def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram]:
-    """Return the histogram of the finite entries of each whole tensor.
+    """Return the histogram of the finite entries of each tensor, over all its shards.
 
-    If ranks hold shards, every rank must call it.
+    If the tensors are sharded, every rank must call this function.
     """
     if step.parts is None:
         return {name: Histogram.of(_dense(tensor)) for name, tensor in tensors.items()}
     parts = {name: _flat(tensor) for name, tensor in tensors.items()}
     ranges = {name: finite_range(part) for name, part in parts.items()}
-    # One maximum has both limits: the smallest entry is the largest of the negated ones.
+    # Low limits are negated, so that one maximum over ranks gives both limits.
     found = step.parts.maxima({name: torch.stack([high, -low]) for name, (low, high) in ranges.items()})
     limits = {name: (-pair[1], pair[0]) for name, pair in found.items()}
     counts = {name: bin_counts(part, *limits[name], bins=BINS) for name, part in parts.items()}
@@ -232,16 +247,16 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the shard of this rank, `[K]`, in a dtype that has bins."""
+    """Return the shard of this rank as a vector `[K]`, in a dtype that torch.histc supports."""
     return _dense(local_part(tensor)).detach().reshape(-1).to(at_least_float32(tensor.dtype))
 
 
 class UpdateRatio:
-    """Copies parameters before an optimizer step, and compares them after it.
+    """Ratio of the change of parameters in an optimizer step to their size before the step.
 
-    The ratio of a parameter is the norm of its change over its norm before the step (0.001 is the usual advice for
-    weights: https://cs231n.github.io/neural-networks-3/#ratio). The ratio is 0 if nothing changed, as in a step that a
-    loss scale skips, and 1 if the parameter was all zeros and changed.
+    A parameter's ratio is the norm of its change divided by its norm before the step. The usual recommendation for
+    weights is 0.001 (https://cs231n.github.io/neural-networks-3/#ratio). The ratio is 0 if the parameter did not
+    change, for example because the loss scale skipped the step. It is 1 if the parameter was 0 and changed.
     """
 
     def __init__(self) -> None:
@@ -249,16 +264,16 @@ class UpdateRatio:
 
     @torch.no_grad()
     def remember(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copy parameters, except those that were copied in this step already."""
+        """Copy parameters, except those already copied in this step."""
         for name, parameter in parameters.items():
             if name not in self._before:
                 self._before[name] = (parameter, parameter.detach().clone())
 
     @torch.no_grad()
     def take(self, step: Step) -> tuple[dict[str, Tensor], Tensor | float]:
-        """Return the ratios, 0-d, by name, and the ratio of all parameters, and free the copies.
+        """Return the ratio of each parameter by name, and the ratio of all parameters, and delete the copies.
 
-        If ranks hold shards, every rank must call it.
+        If the parameters are sharded, every rank must call this method.
         """
         held, self._before = self._before, {}
         before = step.norms({name: copy for name, (_, copy) in held.items()})
@@ -271,7 +286,7 @@ class UpdateRatio:
         return dict(zip(before, ratios[:-1], strict=True)), ratios[-1]
 
     def forget(self) -> None:
-        """Free the copies of a step that did not end."""
+        """Delete the copies of a step that did not end."""
         self._before = {}
 
 

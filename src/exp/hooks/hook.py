@@ -1,13 +1,14 @@
-"""The base class of hooks, which observe or transform tensors while a network trains.
+"""Base class of hooks, which observe or transform tensors while a network trains.
 
-A hook of your own is one .py with a subclass that overrides one method, and one .yaml in conf/hooks that names it.
+To add a hook, write one .py file with a subclass that overrides a method, and one .yaml file in conf/hooks that names
+the subclass. Order of the calls:
 
     once                   setup
     each micro-batch       passed("batch")
                            around_forward: forward_pre, forward at the modules that match; the objective
                            after_forward, passed("forward")
                            tensor_gradient, full_backward, post_accumulate_grad; passed("backward")
-    once an optimizer step after_backward, clipping, after_clipping, the optimizer, passed("optimizer"), after_step
+    each optimizer step    after_backward, clipping, after_clipping, the optimizer, passed("optimizer"), after_step
     an evaluation          evaluated, for each batch; after_evaluation
     once                   ended, or on_error if the run fails; teardown
 """
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, "Tensor | float | Panel"]
 Boundary = Literal["batch", "forward", "backward", "optimizer"]
-# A number of optimizer steps, or `auto`, which depends on the length of the run.
+# Number of optimizer steps between two records, or `auto`, which depends on the length of the run.
 Period = int | Literal["auto"]
 FEWEST_POINTS = 20
 AT_MODULES = ("forward_pre", "forward", "tensor_gradient", "full_backward", "post_accumulate_grad")
@@ -49,12 +50,12 @@ AT_MODULES = ("forward_pre", "forward", "tensor_gradient", "full_backward", "pos
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a step.
+    """Work of one training step.
 
     Args:
-        precision: Precision word.
-        devices: Number of devices of all ranks together.
-        flops: Returns the FLOPs of one sample in a step, from a batch of the data set.
+        precision: Value of `precision` in the config.
+        devices: Total number of devices over all ranks.
+        flops: Function that returns the FLOPs of one sample in a step, given a batch of the data set.
     """
 
     precision: str
@@ -63,28 +64,31 @@ class Workload:
 
 
 class Hook:
-    """Observes or transforms at chosen steps and modules. The base class does nothing.
+    """Base class of hooks, which observe or transform values at chosen steps and modules. It does nothing.
 
-    A returned value is a 0-d tensor, left on its device, a float, or a panel of `exp.hooks.panels`. Its key is the
-    TensorBoard tag.
+    A method may return values by TensorBoard tag. A value is a float, a 0-d tensor on its device, or a panel of
+    `exp.hooks.panels`.
 
-    An observer is attached to its modules in due steps of training alone, so that other steps cost nothing. It runs
-    without a graph and returns None there. A compiled network runs uncompiled in such a step. A transform is always
-    attached, in evaluation too, and its result replaces the value that it was given.
+    An observing hook is attached to its modules only in due steps of training, so that other steps take no extra time.
+    It runs without gradients, and its methods at modules return None. A compiled network runs uncompiled in these
+    steps. A transforming hook is always attached, even in evaluation, and the value that its method returns replaces
+    the original value.
 
     Args:
-        every_n_steps: The hook is due at the first step and at every multiple. `auto` depends on the length of the run,
-            for a class with an entry in `longest`.
-        modules: Patterns of module names, such as `encoder.*`, or names of types, such as `Linear`; `*` is all.
+        every_n_steps: Steps between two due steps. The first step and every multiple are due. `auto` depends on the
+            length of the run, and requires an entry in `longest`. Default: 1.
+        modules: Patterns of module names, such as `encoder.*`, or names of types, such as `Linear`. `*` selects all
+            modules. Default: *.
 
     Attributes:
         transforms: Whether the methods at modules change values.
-        keeps_batches: Whether the hook reads `step.batches`. Then all micro-batches stay in memory until the step.
-        needs: Words of `exp.hooks.declarations.NEEDS`. Needs that follow from the methods are added.
-        longest: The longest period of each setting that may be `auto`.
-        fewest: The least number of points in a run for each such setting, if it is not FEWEST_POINTS.
-        name: The name in the config. Files of a hook are in a folder of that name.
-        directory: The run directory, while the hook is attached.
+        keeps_batches: Whether the hook reads `step.batches`. If true, all micro-batches stay in memory until the step
+            ends.
+        needs: Names in `exp.hooks.declarations.NEEDS`. Needs that follow from the overridden methods are added.
+        longest: Maximum number of steps for each setting that may be `auto`.
+        fewest: Minimum number of records per run for each such setting. Default: FEWEST_POINTS.
+        name: Name of the hook in the config, and of the folder for the hook's files.
+        directory: Run directory; set while the hook is attached.
     """
 
     transforms: ClassVar[bool] = False
@@ -94,7 +98,7 @@ class Hook:
     fewest: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, *, every_n_steps: Period = 1, modules: Sequence[str] = ("*",)) -> None:
-        # Settings that depend on the length of the run.
+        # Settings with the value `auto`.
         self._by_length: list[str] = []
         if every_n_steps != "auto" and every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more, or auto")
@@ -102,16 +106,16 @@ class Hook:
         self.modules = tuple(modules)
         self.name = type(self).__name__.lower()
         self.directory: Path | None = None
-        # Names of the classes of each target, if the data have them.
+        # Class names of each target; empty if the data has none.
         self._class_names: Mapping[str, Sequence[str]] = {}
         self._attached: Attached | None = None
         self._loss_scale: Callable[[], Tensor | float] | None = None
 
     def steps_of(self, setting: str, period: Period) -> int:
-        """Return a period in steps; for `auto` the longest, until `fit_periods` knows the length of the run.
+        """Return a period in steps. For `auto` it is the longest period, until `fit_periods` computes the actual one.
 
         Raises:
-            ValueError: auto for a setting without an entry in `longest`.
+            ValueError: The period is auto, and the setting has no entry in `longest`.
         """
         if period != "auto":
             return period
@@ -123,7 +127,7 @@ class Hook:
     # --- before the run ---
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the errors of this hook in a run, other than needs that the run does not meet."""
+        """Yield the errors of this hook in a run. Needs that the run does not meet are checked elsewhere."""
         kind = type(self)
         yield from class_errors(kind, Hook, key=f"hooks.{self.name}")
         if not self.modules:
@@ -136,18 +140,26 @@ class Hook:
     def error(
         self, setting: str = "", *, got: object, expected: str, fix: str | None = None, key: str | None = None
     ) -> ErrorDetails:
-        """Return an error of this hook, or of one of its settings. key: the key of another node to blame."""
+        """Return an error of this hook or of one of its settings.
+
+        Args:
+            setting: Name of the setting. Default: the hook itself.
+            got: Value of the setting.
+            expected: Description of valid values.
+            fix: Advice. Default: None.
+            key: Config key named in the error. Default: the key of the hook's setting.
+        """
         own = f"hooks.{self.name}.{setting}" if setting else f"hooks.{self.name}"
         return ErrorDetails(key=key or own, got=str(got), expected=expected, fix=fix and fix[0].upper() + fix[1:])
 
     @property
     def leave_out(self) -> str:
-        """Advice to remove the hook, as the end of a sentence."""
+        """Advice to remove the hook, worded as the end of a sentence."""
         return f"leave the hook out with ~hooks.{self.name}"
 
     @property
     def all_needs(self) -> frozenset[str]:
-        """The declared needs, and those that follow from the methods."""
+        """Declared needs, and needs that follow from the overridden methods."""
         needs = set(self.needs)
         if self.transforms:
             if self.overrides("full_backward") or self.overrides("tensor_gradient"):
@@ -163,90 +175,110 @@ class Hook:
     # --- the run ---
 
     def setup(self, network: nn.Module) -> None:
-        """Called once a stage, fit or test, before its first step."""
+        """Prepare a stage (fit or test). Called once per stage before its first step."""
 
     def pause(self) -> None:
-        """Called when training pauses after a step, for an epoch's end or a validation."""
+        """React to a pause of training. Called after a step, before the end of an epoch or a validation."""
 
     def ended(self) -> None:
-        """Called after the last step of a run that succeeds, before the strategy is taken down."""
+        """Finish a successful run. Called after the last step, while the strategy still exists."""
 
     def on_error(self, error: BaseException, step: Step | None) -> None:
-        """Called when the run fails, with the step under way. An exception raised here is logged."""
+        """React to a failed run. An exception raised in this method is logged.
+
+        Args:
+            error: Exception that ended the run.
+            step: Current step; None outside of a step.
+        """
 
     def teardown(self) -> None:
-        """Called once a stage after its last step, also if the run fails."""
+        """Clean up after a stage. Called once per stage after its last step, even if the run fails."""
 
     # --- a due training step ---
 
     def passed(self, boundary: Boundary, step: Step) -> None:
-        """Called when the batch is there, and when forward with objective, backward and optimizer step are done.
+        """React to the end of a part of a step.
 
-        Called for each micro-batch, and once a step for the optimizer. With phases each phase has its own calls, except
-        for the batch.
+        Called when a batch is loaded, and after forward with objective, backward, and optimizer step. The optimizer
+        step is reported once per step, other parts for each micro-batch. With phases, each phase has its own calls,
+        except for the batch.
+
+        Args:
+            boundary: Part that has ended: batch, forward, backward or optimizer.
+            step: Current step.
         """
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
-        """Return a context that is entered before the forward of each micro-batch, and left before its backward."""
+        """Return a context for the forward of each micro-batch. It is exited before the backward."""
 
     def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
-        """Called after the forward and the objective of each micro-batch, with gradients disabled.
+        """Return values after the forward and the objective of each micro-batch. Gradients are disabled.
 
-        values: by name, with their graph: entries of the batch (input and target if they have no names), outputs of the
-            network, and `output`.
+        Args:
+            step: Current step.
+            values: Values by name, with their graph: entries of the batch (`input` and `target` if the batch has no
+                names), outputs of the network, and `output`.
         """
 
     def after_backward(self, step: Step) -> Values | None:
-        """Called once an optimizer step when the gradients are complete and unscaled, before clipping.
+        """Return values once per optimizer step, when the gradients are complete and unscaled, before clipping.
 
-        With phases it is called for each phase of the step, at its last repeat, and tags end with `/<phase>`.
+        With phases, the method is called for each phase of the step, at the phase's last repeat. `/<phase>` is appended
+        to the tags.
         """
 
     def before_update(self, step: Step, update: Update) -> None:
-        """Called before each step of each optimizer, and before after_backward; with phases at all of their repeats.
+        """Check or record an update. Called before each optimizer step, and before after_backward.
 
-        An exception ends the run with the parameters unchanged.
+        With phases, it is called at each repeat of a phase. An exception ends the run with unchanged parameters.
         """
 
     def after_clipping(self, step: Step) -> Values | None:
-        """Called like after_backward, with the gradients that the optimizer takes."""
+        """Return values after clipping. Called like after_backward, with the gradients that the optimizer uses."""
 
     def after_step(self, step: Step) -> Values | None:
-        """Called once an optimizer step when the parameters are updated."""
+        """Return values once per optimizer step, after the parameters are updated."""
 
     # --- at the modules that match ---
 
     def forward_pre(self, name: str, module: nn.Module, inputs: tuple[object, ...]) -> object:
-        """Called before the forward of a module, with its positional inputs."""
+        """Observe or transform the positional inputs of a module before its forward."""
 
     def forward(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> object:
-        """Called after the forward of a module."""
+        """Observe or transform the output of a module after its forward."""
 
     def full_backward(self, name: str, module: nn.Module, grad_inputs: object, grad_outputs: object) -> object:
-        """Called when the gradients of a module's inputs are known, multiplied by `loss_scale`."""
+        """Observe or transform the gradients of a module's inputs, multiplied by `loss_scale`."""
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Called with the gradient of each tensor that a module returned, multiplied by `loss_scale`."""
+        """Observe or transform the gradient of each tensor that a module returned, multiplied by `loss_scale`."""
 
     def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
-        """Called when `parameter.grad` has taken the gradient of a micro-batch, multiplied by `loss_scale`."""
+        """Observe `parameter.grad` after the gradient of a micro-batch was added, multiplied by `loss_scale`."""
 
     # --- an evaluation: validation in fit, and test ---
 
     def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
-        """Called for each batch of which this rank has a share. values: as in after_forward, without a graph."""
+        """Observe an evaluation batch. Called on ranks that have samples of the batch.
+
+        Args:
+            stage: Stage of the evaluation.
+            values: Values by name as in after_forward, without a graph.
+        """
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
-        """Called at the end of a stage on every rank, except after the sanity check.
+        """Return values at the end of an evaluation. Called on every rank, except after the sanity check.
 
-        gather: as in Step, over the ranks that share the data.
+        Args:
+            stage: Stage of the evaluation.
+            gather: Function that gathers a tensor over the ranks that share the data, as in Step.
         """
 
     # --- called by the engine ---
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor of gradients at modules: the loss scale, 0-d or a float; 1.0 without one."""
+        """Factor of the gradients at modules: the loss scale as a 0-d tensor or a float; 1.0 without a loss scale."""
         return 1.0 if self._loss_scale is None else self._loss_scale()
 
     def due(self, index: int) -> bool:
@@ -254,16 +286,16 @@ class Hook:
         return is_due_at(self.every_n_steps, index)
 
     def idle_at(self, index: int) -> frozenset[str]:
-        """Return the methods that have nothing to do at this due step, and are not called."""
+        """Return the names of methods that have nothing to do in this due step and are not called."""
         return frozenset()
 
     def overrides(self, method: str) -> bool:
-        """Return whether a subclass overrides `method`. The engine calls no other method."""
+        """Return whether a subclass overrides the method. The engine calls only overridden methods."""
         return getattr(type(self), method) is not getattr(Hook, method)
 
     @property
     def is_at_modules(self) -> bool:
-        """True if the hook observes or transforms at modules during a step."""
+        """True if the hook observes or transforms values at modules during a step."""
         return any(self.overrides(method) for method in AT_MODULES)
 
     def attach(
@@ -275,14 +307,14 @@ class Hook:
         loss_scale: Callable[[], Tensor | float] | None = None,
         class_names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Check the patterns, attach a transform to its modules, and call `setup`.
+        """Check the patterns, attach a transforming hook to its modules, and call `setup`.
 
         Args:
             network: Network of the run.
-            name: Name in the config; by default the class's.
-            directory: Run directory.
-            loss_scale: Returns the loss scale.
-            class_names: Names of the classes of each target.
+            name: Name in the config. Default: the current name.
+            directory: Run directory. Default: None.
+            loss_scale: Function that returns the loss scale. Default: None.
+            class_names: Class names of each target. Default: None.
 
         Raises:
             ConfigError: A pattern matches no module.
@@ -294,22 +326,29 @@ class Hook:
         self.setup(network)
 
     def fit_periods(self, total_steps: int | None) -> None:
-        """Set periods that are `auto` for a run of so many steps; None if its end is not known."""
+        """Compute the periods that are `auto`.
+
+        Args:
+            total_steps: Number of optimizer steps of the run; None if unknown.
+        """
         for setting in self._by_length:
             points = self.fewest.get(setting, FEWEST_POINTS)
             setattr(self, setting, period_of(total_steps, longest=self.longest[setting], fewest=points))
 
     def engaged(self) -> AbstractContextManager[object]:
-        """Return the context of the forward of a due step. An observer stays in the backward until `disengage`."""
+        """Return a context for the forward of a due step.
+
+        An observing hook stays attached in the backward until `disengage`.
+        """
         return nullcontext() if self._attached is None else self._attached.engaged()
 
     def disengage(self) -> None:
-        """End a due step."""
+        """Detach an observing hook at the end of a due step."""
         if self._attached is not None:
             self._attached.disengage()
 
     def detach(self) -> None:
-        """Undo `attach`. Safe to call twice, and before `attach`."""
+        """Undo `attach`. The method may be called twice, and before `attach`."""
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
@@ -318,15 +357,23 @@ class Hook:
 
 
 def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POINTS) -> int:
-    """Return the period that gives a run at least `fewest` points, and a shorter run one a step.
+    """Return the number of steps between two records, at most `longest`.
 
-    total_steps: None if the end of the run is not known.
+    A run gets at least `fewest` records. A run with fewer steps gets a record in every step.
+
+    Args:
+        total_steps: Number of optimizer steps of the run; None if unknown.
+        longest: Maximum number of steps between two records.
+        fewest: Minimum number of records. Default: FEWEST_POINTS.
     """
     return longest if total_steps is None else max(1, min(longest, total_steps // fewest))
 
 
 def is_due_at(period: int | None, index: int) -> bool:
-    """Return whether step `index`, counted from 1, is the first or a multiple of the period; None is never."""
+    """Return whether step `index` is the first step or a multiple of the period.
+
+    If the period is None, no step is due.
+    """
     return period is not None and (index % period == 0 or index == 1)
 
 
@@ -334,7 +381,12 @@ StepNumbers = Annotated[Sequence[Annotated[int, Ge(1)]], "optimizer steps counte
 
 
 class OnChosenSteps(Hook):
-    """A hook that is due at the optimizer steps of a list. steps: counted from 1."""
+    """Base class of hooks that are due at a list of optimizer steps.
+
+    Args:
+        steps: Optimizer steps, counted from 1. Default: 1.
+        modules: Patterns of modules; see Hook. Default: *.
+    """
 
     def __init__(self, *, steps: StepNumbers = (1,), modules: Sequence[str] = ("*",)) -> None:
         super().__init__(modules=modules)
@@ -345,7 +397,13 @@ class OnChosenSteps(Hook):
 
 
 class Attached:
-    """A hook at its modules. A transform is attached from the start. network: for the names of parameters."""
+    """Registration of a hook at its modules. A transforming hook is registered from the start.
+
+    Args:
+        hook: The hook.
+        modules: Modules by name.
+        network: Network whose parameter names the hook receives.
+    """
 
     def __init__(self, hook: Hook, modules: Mapping[str, nn.Module], *, network: nn.Module) -> None:
         self._hook, self._modules = hook, modules
@@ -408,7 +466,10 @@ class Attached:
         return on_outputs
 
     def _guard_method(self, method: str) -> Callable[..., object]:
-        """Return a method of the hook; an observer's without a graph, and with an error if it changes anything."""
+        """Return a method of the hook as a function to register at modules.
+
+        The method of an observing hook runs without gradients, and raises an error if it changes or returns a value.
+        """
         hook = self._hook
         own: Callable[..., object] = getattr(hook, method)
         if hook.transforms:
@@ -436,15 +497,15 @@ class Attached:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for numbers inside torch.func.vmap, grad and so on.
+    """Return whether a tensor is a placeholder inside torch.func.vmap, grad or another transform.
 
-    torch has no public function for it (2.13; tests/hooks/test_torch_func.py).
+    torch has no public function for this check (2.13; tests/hooks/test_torch_func.py).
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return autograd's counts of in-place changes."""
+    """Return autograd's numbers of in-place changes of the tensors."""
     return [tensor._version for tensor in tensors]
 
 
@@ -454,10 +515,10 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class Observing:
-    """A context around the computations of observing hooks, so that other hooks do not count them as the network's.
+    """Context for the computations of observing hooks, so that other hooks do not count them as the network's.
 
     Attributes:
-        depth: Number of contexts that are entered.
+        depth: Number of entered contexts.
     """
 
     __slots__ = ("depth",)
@@ -472,5 +533,5 @@ class Observing:
         self.depth -= 1
 
 
-# One for the process, like the network.
+# One object per process, because the hooks of a process observe the same network.
 OBSERVING = Observing()

@@ -1,4 +1,4 @@
-"""The hook `memory`: the use of memory in a step, on each rank, and a report if memory runs out."""
+"""Hook `memory`, which logs the memory used in a step on each rank, and writes a report if memory runs out."""
 
 from __future__ import annotations
 
@@ -20,33 +20,40 @@ from exp.nested import tensors_in
 
 log = logging.getLogger(__name__)
 
-# What has passed at each boundary.
+# Name of the phase that ends at each boundary.
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
-# What has passed at a pipeline's backward: its schedule runs the forward of one micro-batch between those of others.
+# Name of the phase that ends at a pipeline's backward, because its schedule alternates forward and backward.
 TOGETHER = "forward_backward"
 
 
 class Memory(Hook):
-    """Logs four parts of the memory of each process, and the counters of the device and the host.
+    """Hook that logs four parts of each process's memory, and memory counters of the device and the host.
 
-    `memory/parameters_mib`, `memory/gradients_mib` (after the backward) and `memory/optimizer_mib` (after the step) are
-    exact to the byte: each storage counts once, however many tensors share it. `memory/activations_mib` is the size of
-    what the forward keeps for the backward, without parameters and buffers. With accumulation it is that of the largest
-    micro-batch. On CUDA `memory/peak_mib` is the largest use of the allocator since the start.
+    The parts are:
+      - `memory/parameters_mib`
+      - `memory/gradients_mib`, after the backward
+      - `memory/optimizer_mib`, after the step
+      - `memory/activations_mib`: tensors that the forward saves for the backward, without parameters and buffers. With
+        accumulation, the largest micro-batch counts.
+    The first three are exact, and each storage counts once even if several tensors share it. On CUDA, `memory/peak_mib`
+    is the largest use of the allocator since the start.
 
-    `details` adds `memory/host_rss_mib`, the resident set, and on Linux `memory/host_peak_<phase>_mib`, its peak in the
-    forward, the backward and the optimizer step. A pipeline alternates forward and backward, and has one phase
-    `forward_backward`. On CUDA `details` adds `memory/allocated_mib`, `memory/reserved_mib`, `memory/fragmentation`
-    (the share of reserved memory that is not allocated) and `memory/peak_<phase>_mib`.
+    `details` adds `memory/host_rss_mib`, the resident set size. On Linux it adds `memory/host_peak_<phase>_mib`, the
+    peak of the resident set in the forward, the backward and the optimizer step. A pipeline alternates forward and
+    backward, and has one phase `forward_backward`. On CUDA `details` adds `memory/allocated_mib`,
+    `memory/reserved_mib`, `memory/fragmentation` (fraction of reserved memory that is not allocated) and
+    `memory/peak_<phase>_mib`.
 
-    The values are those of rank 0. With `details` and several ranks each tag has `/min`, `/mean` and `/max`, too.
+    The values are those of rank 0. With `details` and several ranks, each tag also has `/min`, `/mean` and `/max` over
+    the ranks.
 
-    If memory runs out, the run directory has a file, the log a table, and the error a suggestion.
+    If memory runs out, a file is written to the run directory, a table to the log, and a suggestion is added to the
+    error.
 
     Args:
-        every_n_steps: Period in optimizer steps. `auto` depends on the length of the run. A measured forward of a tiny
-            network takes up to a quarter longer.
-        details: Whether host, phases, allocator and all ranks are logged.
+        every_n_steps: Steps between two records. `auto` depends on the length of the run. A measured forward of a tiny
+            network takes up to 25 percent longer. Default: auto.
+        details: Whether values of the host, the phases, the allocator and all ranks are logged. Default: False.
     """
 
     longest = {"every_n_steps": 50}
@@ -56,14 +63,14 @@ class Memory(Hook):
         self.details = details
         self._process = psutil.Process()
         self._network: nn.Module | None = None
-        # Of the step under way, and of the last forward that was measured.
+        # Values of the current step, and of the last forward that was measured.
         self._activations = 0
         self._peaks: dict[str, int] = {}
         self._has_forward = False
         self._gradients = 0.0
         self._kept = Kept()
         self._measured_at: int | None = None
-        # The tags that any of several ranks has.
+        # Tags that have a value on at least one of several ranks.
         self._tags: set[str] | None = None
 
     def setup(self, network: nn.Module) -> None:
@@ -95,7 +102,7 @@ class Memory(Hook):
 
     def after_backward(self, step: Step) -> Values:
         gradients = mebibytes(parameter.grad for parameter in step.network.parameters() if parameter.grad is not None)
-        # Each phase has other gradients.
+        # The gradients differ between phases, so the largest size counts.
         self._gradients = max(self._gradients, gradients)
         return {"memory/gradients_mib": gradients}
 
@@ -113,10 +120,13 @@ class Memory(Hook):
         return values
 
     def _add_details(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
-        """Return the values of host and allocator, and with several ranks the statistics of all values."""
+        """Return the values of the host and the allocator.
+
+        With several ranks, add statistics of all values over the ranks.
+        """
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
-        # A barrier that also returns the number of ranks.
+        # Also used as a barrier.
         ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
         values: dict[str, float | Tensor] = {
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
@@ -129,7 +139,7 @@ class Memory(Hook):
             numbers = torch.tensor([own.get(tag, torch.nan) for tag in tags], dtype=dtype, device=place)
             found = step.gather(numbers)
             if self._tags is None:
-                # Only once, for it waits for the device.
+                # Computed only once, because it waits for the device.
                 nowhere = found.isnan().all(0).tolist()
                 self._tags = {tag for tag, is_nowhere in zip(tags, nowhere, strict=True) if not is_nowhere}
             values |= {
@@ -141,7 +151,7 @@ class Memory(Hook):
         return values
 
     def _keep(self, kept: Kept, failed: bool) -> None:
-        """Keep the largest micro-batch, or what a forward that failed had kept."""
+        """Keep the result of the largest micro-batch. If the forward failed, keep its result instead."""
         if failed or kept.size >= self._activations:
             self._kept = kept
         self._activations = max(self._activations, kept.size)
@@ -160,12 +170,12 @@ class Memory(Hook):
 
 
 def mebibytes(tensors: Iterable[Tensor]) -> float:
-    """Return the size in MiB of the storages of `tensors`, each counted once."""
+    """Return the total size of the tensors' storages in MiB. Each storage counts once."""
     return sum(storages(tensors).values()) / MIB
 
 
 def _counters(device: torch.device) -> dict[str, Peak]:
-    """Return the counters that can be reset, by the start of their tags."""
+    """Return the counters that can be reset, by the first part of their tags."""
     counters: dict[str, Peak] = {"host_peak": HOST} if HOST.can_restart else {}
     return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
 
@@ -179,7 +189,7 @@ def _peak_tags(device: torch.device) -> list[str]:
 
 
 def _allocator_values(device: torch.device) -> dict[str, float]:
-    """Return the present values of the allocator of a CUDA device."""
+    """Return the current values of a CUDA device's allocator by tag; an empty dict for other devices."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -191,9 +201,15 @@ def _allocator_values(device: torch.device) -> dict[str, float]:
 
 
 def _over_ranks(found: Tensor) -> dict[str, Tensor]:
-    """Return the smallest, the mean and the largest of K values of R ranks: `[R, K]` to `[K]`.
+    """Return the minimum, mean and maximum over ranks of K values.
 
-    A value that a rank lacks is nan: a stage of a pipeline has no forward phase.
+    A missing value is nan. For example, a stage of a pipeline has no forward phase.
+
+    Args:
+        found: Values of R ranks, `[R, K]`.
+
+    Returns:
+        `min`, `mean` and `max`, `[K]` each.
     """
     missing = found.isnan()
     return {

@@ -1,7 +1,7 @@
-"""The largest use of memory, of a run as a whole and between two points of it.
+"""Peaks of memory use, over a whole run and between two points of the run.
 
-To measure between two points resets a counter of the CUDA allocator or of the Linux kernel. This module is the only one
-that resets them, and it remembers the largest value from before.
+Measuring between two points resets a counter of the CUDA allocator or of the Linux kernel. Only this module resets
+these counters, and it keeps the largest value from before a reset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATUS, SWITCH = "/proc/self/status", "/proc/self/clear_refs"
 
 
 class Peak(ABC):
-    """A counter of the largest use of memory, in bytes."""
+    """Counter of the largest memory use, in bytes."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -34,14 +34,17 @@ class Peak(ABC):
 
     @abstractmethod
     def since_restart(self) -> int:
-        """Return the peak since the last restart; since the start of the process if there is no restart."""
+        """Return the peak since the last restart.
+
+        If the counter was never restarted, return the peak of the process.
+        """
 
     @abstractmethod
     def _reset(self) -> None:
-        """Set the counter to the present use."""
+        """Set the counter to the current memory use."""
 
     def restart(self) -> int:
-        """Return the peak since the last restart, and reset the counter. `so_far` still counts it."""
+        """Return the peak since the last restart, and reset the counter. `so_far` keeps the returned peak."""
         found = self.since_restart()
         self._before = max(self._before, found)
         if self.can_restart:
@@ -49,21 +52,21 @@ class Peak(ABC):
         return found
 
     def so_far(self) -> int:
-        """Return the peak since `forget` or the start of the process."""
+        """Return the peak since the last call of `forget`, or since the start of the process."""
         return max(self._before, self.since_restart())
 
     def forget(self) -> None:
-        """Begin the peak of another run in this process."""
+        """Start a new peak, for another run in this process."""
         self.restart()
         self._before = 0
 
 
 class ResidentPeak(Peak):
-    """The peak of the resident set of this process. Only Linux can reset it (proc(5): VmHWM, clear_refs)."""
+    """Peak of this process's resident set. Only Linux can reset it (proc(5): VmHWM, clear_refs)."""
 
     @functools.cached_property
     def can_restart(self) -> bool:
-        """True if this is Linux and the process may reset its counter, which a sandbox may refuse. Checked once."""
+        """True on Linux if the process has permission to reset its counter. A sandbox may deny it. Checked once."""
         if sys.platform != "linux":
             return False
         try:
@@ -81,7 +84,7 @@ class ResidentPeak(Peak):
     def since_restart(self) -> int:
         if self.can_restart:
             return _largest_resident()
-        # By getrusage(2) bytes on macOS, and KiB elsewhere.
+        # getrusage(2) reports bytes on macOS, and KiB on other systems.
         largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return largest if sys.platform == "darwin" else 1024 * largest
 
@@ -90,13 +93,13 @@ class ResidentPeak(Peak):
 
 
 def _largest_resident() -> int:
-    """Return the kernel's counter in bytes. Raises: ValueError if the file lacks it."""
+    """Return the kernel's counter in bytes. Raise ValueError if the file has no such counter."""
     text = Path(STATUS).read_text()
     return int(text[text.index("VmHWM:") :].split(maxsplit=2)[1]) * 1024
 
 
 class AllocatedPeak(Peak):
-    """The peak of the CUDA allocator on one device."""
+    """Peak of the CUDA allocator on one device."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -114,7 +117,7 @@ _of_device = functools.cache(AllocatedPeak)
 
 
 def peak_of(device: torch.device) -> Peak:
-    """Return the peak of the allocator of a CUDA device; of the resident set for another device."""
+    """Return the allocator's peak for a CUDA device, and the resident set's peak for other devices."""
     if device.type != "cuda":
         return HOST
     return _of_device(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,4 +1,4 @@
-"""The report of a run that ran out of memory: a file, a table in the log, and a suggestion."""
+"""Report of a run that ran out of memory: a file, a table in the log, and a suggestion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from exp.strategies.process_group import global_rank
 log = logging.getLogger(__name__)
 
 ROWS = 10
-# The row of the objective. No path of a module has a bracket.
+# Name of the objective's row. Module paths contain no brackets.
 OBJECTIVE = "(objective)"
 Part = Literal["parameters", "gradients", "optimizer", "activations"]
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "activations")
@@ -32,19 +32,19 @@ Rows = Mapping[str, Mapping[Part, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The use of memory when an allocation failed. The fields are the keys of the file.
+    """Memory use at the moment an allocation failed. The fields are the keys of the report's JSON file.
 
     Args:
-        step: Optimizer step, counted from 1. None outside a step.
+        step: Optimizer step, counted from 1; None outside of a step.
         rank: Global rank.
         device: Device of the network's input.
-        module: Path of the module whose call failed. None if no call failed.
+        module: Path of the module whose forward failed; None if no forward failed.
         error: Message of the allocator.
-        requested_bytes: Size of the allocation that failed. None if the message does not state it.
-        parts: Bytes of each part.
-        modules: Bytes of each part by module, the largest module first.
-        measured_at_step: Step in which the activations were counted last.
-        suggestion: Change that saves most.
+        requested_bytes: Size of the failed allocation in bytes; None if the message does not state it.
+        parts: Bytes by part: parameters, gradients, optimizer, activations.
+        modules: Bytes by module and part, with the largest module first.
+        measured_at_step: Step in which the activations were last measured; None if they were not measured.
+        suggestion: Change that saves the most memory.
     """
 
     step: int | None
@@ -59,7 +59,7 @@ class Snapshot:
     suggestion: str
 
     def write(self, directory: Path) -> str:
-        """Write the JSON file, and return its path; empty if it cannot be written, which is logged."""
+        """Write the JSON file, and return its path. If it cannot be written, log the error and return an empty text."""
         path = directory / f"out_of_memory.rank{self.rank}.json"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Snapshot:
         return str(path)
 
     def headline(self) -> str:
-        """Return the place and the size of the failed allocation."""
+        """Return a line with the place and the size of the failed allocation."""
         where = "" if self.step is None else f" in step {self.step}"
         if self.module is not None:
             where += f", in {self.module or 'the network itself'}"
@@ -78,7 +78,7 @@ class Snapshot:
         return f"out of memory on {self.device}{where}{asked}"
 
     def table(self) -> str:
-        """Return the modules that hold most, as text of fixed width."""
+        """Return a table of the modules that use the most memory, as fixed-width text."""
         shown = [(name or "(network)", row) for name, row in [*self.modules.items()][:ROWS]]
         rows = [["MiB, by module", *PARTS]]
         rows += [[name, *(f"{row[part] / MIB:,.2f}" for part in PARTS)] for name, row in [*shown, ("all", self.parts)]]
@@ -91,14 +91,14 @@ class Snapshot:
 def take(
     error: BaseException, step: Step | None, *, network: nn.Module, kept: Kept, measured_at: int | None
 ) -> Snapshot:
-    """Return the snapshot of this moment.
+    """Return the snapshot of the current memory use.
 
     Args:
-        error: The error of the allocator.
-        step: The step under way.
-        network: The network of the run.
-        kept: Activations of the last forward that was measured.
-        measured_at: The step of that forward.
+        error: Error of the allocator.
+        step: Current step; None outside of a step.
+        network: Network of the run.
+        kept: Activations of the last measured forward.
+        measured_at: Step of this forward; None if no forward was measured.
     """
     modules = _by_module(network, () if step is None else step.optimizers, kept)
     parts = {part: sum(row[part] for row in modules.values()) for part in PARTS}
@@ -118,7 +118,7 @@ def take(
 
 
 def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], kept: Kept) -> Rows:
-    """Return the bytes of each part by the path of the module that owns them; each storage counts once."""
+    """Return the bytes of each part by the path of the module that owns them. Each storage counts once."""
     rows: dict[str, dict[Part, int]] = {}
     seen: set[int] = set()
     for part, name, tensor in _owned_tensors(network, optimizers):
@@ -136,7 +136,7 @@ def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 def _owned_tensors(
     network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[Part, str, Tensor]]:
-    """Yield parameters, gradients and optimizer state, each with the name of its parameter."""
+    """Yield the part, the parameter's name and the tensor for parameters, gradients and optimizer states."""
     for name, parameter in network.named_parameters():
         yield "parameters", name, parameter
         if parameter.grad is not None:
@@ -152,7 +152,12 @@ def _mib(size: int) -> str:
 
 
 def advice(parts: Mapping[Part, int], *, failed: int) -> str:
-    """Return the change that saves memory. failed: bytes of the activation that failed to allocate."""
+    """Return the change that saves the most memory.
+
+    Args:
+        parts: Bytes by part.
+        failed: Size of the activation whose allocation failed, in bytes.
+    """
     state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if parts["activations"] + failed > state:
         return (

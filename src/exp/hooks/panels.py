@@ -1,4 +1,4 @@
-"""The values of a tag that are not numbers: a histogram, a column of a heat map, images, a text, a curve.
+r"""Values of a tag that are not numbers: histograms, columns of heat maps, images, texts, curves.
 
     def after_backward(self, step):
         return {
@@ -10,10 +10,10 @@
             "pr_curve/val": PrecisionRecallCurve.of(scores, targets),
         }
 
-`of` computes on the device of the tensors and does not wait for it. The result stays there until the next flush, every
-`trainer.log_every_n_steps` steps, which copies the tensors of all steps to the host together. So call `of` in the step,
-do not call `.item()`, and copy a tensor that changes later. TensorBoard shows all kinds. Another logger warns once of
-those that it cannot show.
+`of` computes on the device of the tensors and does not wait for it. The result stays on the device until the next
+flush. A flush occurs every `trainer.log_every_n_steps` steps, and copies the tensors of all steps to the host together.
+Call `of` within the step, do not call `.item()`, and copy tensors that change later. TensorBoard shows all kinds. Other
+loggers warn once about kinds that they do not support.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ THRESHOLDS = 127
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panel:
-    """A value to show that is not a number."""
+    """Base class of logged values that are not numbers."""
 
     def draw(self) -> Panel:
-        """Return the panel to show, with tensors on the host. It is called when the panel is written.
+        """Return the panel to show, with its tensors on the host. Called when the panel is written.
 
-        A panel of a hook that cannot be drawn on a device returns a panel of another kind, except a column.
+        Panels that cannot be drawn on a device, except columns, return a panel of another class.
         """
         return self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram(Panel):
-    """The counts of values in K equal bins.
+    """Histogram: the counts of values in K equal bins.
 
     Args:
-        counts: `[K]`, float or integer.
-        low: Start of the first bin, 0-d. nan if no value is finite.
-        high: End of the last bin, 0-d. Equal to low if all values are equal.
+        counts: Counts, `[K]`, float or integer.
+        low: Start of the first bin, 0-d; nan if no value is finite.
+        high: End of the last bin, 0-d. It equals `low` if all values are equal.
     """
 
     counts: Tensor
@@ -62,7 +62,12 @@ class Histogram(Panel):
 
     @classmethod
     def of(cls, values: Tensor, *, bins: int = BINS) -> Self:
-        """Return the histogram of the finite values of a real tensor, between the smallest and the largest."""
+        """Return the histogram of a tensor's finite values, from the smallest to the largest value.
+
+        Args:
+            values: Real tensor of any shape.
+            bins: Number of bins. Default: 64.
+        """
         flat = values.detach().reshape(-1).to(at_least_float32(values.dtype))
         if not len(flat):
             nan = flat.new_full((), torch.nan)
@@ -76,48 +81,58 @@ class Histogram(Panel):
 
     @classmethod
     def from_counts(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
-        """Return the histogram of counts between the limits of `finite_range`."""
+        """Return a histogram, given counts and the limits that `finite_range` returned."""
         empty = low > high
         return cls(counts, low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan))
 
 
 def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest finite value of `[K]`, 0-d; inf and -inf without a finite value."""
+    """Return the smallest and the largest finite value of a vector `[K]`, 0-d. Without finite values: inf and -inf."""
     if not len(flat):
         return flat.new_full((), torch.inf), flat.new_full((), -torch.inf)
-    # By where, because a test for infinities would wait for the device.
+    # torch.where does not wait for the device; a test for infinities would.
     finite = flat.isfinite()
     return torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
 
 
 def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
-    """Return the counts of `[K]` values in equal bins between low and high, 0-d: `[bins]`, float."""
+    """Return the number of values in each of `bins` equal bins.
+
+    Args:
+        flat: Values, `[K]`.
+        low: Start of the first bin, 0-d.
+        high: End of the last bin, 0-d.
+        bins: Number of bins.
+
+    Returns:
+        Counts, `[bins]`, float.
+    """
     low, high = low.to(flat.dtype), high.to(flat.dtype)
-    # Halves, because the distance of two finite floats may be infinite.
+    # Both limits are halved, because the distance of two finite floats may be infinite.
     half = torch.where(high > low, high / 2 - low / 2, torch.ones_like(low))
     shares = torch.add(low / -2, flat, alpha=0.5) / half
     if shares.is_cuda and torch.are_deterministic_algorithms_enabled():
         return deterministic_counts(shares, bins)
-    # Between 0 and 1: histc with limits that are tensors would wait for them. It leaves out what is not finite.
+    # Scaled to 0 to 1, because histc would wait for limits that are tensors. histc ignores values that are not finite.
     return torch.histc(shares, bins, 0.0, 1.0)
 
 
 def deterministic_counts(shares: Tensor, bins: int) -> Tensor:
-    """Return the counts of torch.histc between 0 and 1, which has no deterministic implementation on CUDA."""
+    """Return the same counts as torch.histc from 0 to 1, which has no deterministic implementation on CUDA."""
     counted = (shares >= 0.0) & (shares <= 1.0)
-    # A share of 1 is in the last bin, and a share that is not counted in a bin after it.
+    # A share of 1 belongs to the last bin. Shares outside of 0 to 1 go to an additional bin, which is dropped.
     places = (shares * bins).clamp(0, bins - 1).masked_fill(~counted, bins).long()
     return shares.new_zeros(bins + 1).index_add_(0, places, torch.ones_like(shares))[:bins]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Healthy:
-    """The bounds of healthy numbers. Other numbers are saturated in a heat map.
+    """Bounds of healthy numbers. A heat map shows other numbers in saturated colors.
 
     Args:
-        low: Lower bound, or None.
-        high: Upper bound, or None.
-        is_logarithmic: Whether the scale of the colors is logarithmic.
+        low: Lower bound; None for no bound. Default: None.
+        high: Upper bound; None for no bound. Default: None.
+        is_logarithmic: Whether the color scale is logarithmic. Default: True.
     """
 
     low: float | None = None
@@ -127,13 +142,13 @@ class Healthy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column(Panel):
-    """A column of the heat map of a tag: a number for each of R parts of a network, such as parameters or layers.
+    """Column of a tag's heat map: one number for each of R parts of a network, such as parameters or layers.
 
-    A run draws the columns of a tag side by side, and keeps the numbers in table.csv, under the tag and their names.
+    A run draws the columns of a tag next to each other. It saves the numbers in table.csv, under the tag and the names.
 
     Args:
         names: R names.
-        values: `[R]`.
+        values: Numbers, `[R]`.
         healthy: Bounds of healthy numbers.
     """
 
@@ -150,7 +165,12 @@ class Column(Panel):
 
     @classmethod
     def of(cls, numbers: Mapping[str, Tensor | float], *, healthy: Healthy) -> Self:
-        """Return a column of numbers by name: floats, or 0-d tensors on any devices. At least one."""
+        """Return a column.
+
+        Args:
+            numbers: At least one number by name: floats, or 0-d tensors on any devices.
+            healthy: Bounds of healthy numbers.
+        """
         values = list(numbers.values())
         like = next((one for one in values if isinstance(one, Tensor)), None)
         if like is None:
@@ -162,11 +182,11 @@ class Column(Panel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image(Panel):
-    """A picture, or a grid of pictures.
+    """Picture, or grid of pictures.
 
     Args:
-        pixels: uint8 `[N, C, H, W]`, C is 1 (gray), 3 (color) or 4 (color and opacity).
-        columns: Pictures in a row. None makes the grid almost square.
+        pixels: uint8 `[N, C, H, W]`. C is 1 (gray), 3 (color) or 4 (color and opacity).
+        columns: Number of pictures per row. None makes the grid almost square. Default: None.
     """
 
     pixels: Tensor
@@ -174,9 +194,14 @@ class Image(Panel):
 
     @classmethod
     def of(cls, pictures: Tensor, *, stretched: bool = False, columns: int | None = None) -> Self:
-        """Return pictures of `[N, C, H, W]`, `[C, H, W]` or `[H, W]`. Bytes are unchanged; else 0 is black, 1 white.
+        """Return a grid of pictures.
 
-        stretched: Whether the smallest value of each picture is black and its largest white, as for feature maps.
+        Args:
+            pictures: `[N, C, H, W]`, `[C, H, W]` or `[H, W]`. uint8 is used unchanged. In other dtypes, 0 is black and
+                1 is white.
+            stretched: Whether to scale each picture so that its smallest value is black and its largest white, as for
+                feature maps. Default: False.
+            columns: Number of pictures per row. Default: None.
 
         Raises:
             ValueError: The tensor has another shape.
@@ -198,7 +223,7 @@ class Image(Panel):
         return cls(pixels, columns)
 
     def sheet(self) -> np.ndarray:
-        """Return the grid with black lines between the pictures: uint8 `[H', W', C]`, on the host."""
+        """Return the grid as one picture on the host, with black lines between the pictures: uint8 `[H', W', C]`."""
         pictures = self.pixels.permute(0, 2, 3, 1).numpy()
         count, height, width, channels = pictures.shape
         columns = min(self.columns or math.ceil(math.sqrt(count)), count)
@@ -212,16 +237,17 @@ class Image(Panel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text(Panel):
-    """A Markdown text."""
+    """Text in Markdown."""
 
     markdown: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecisionRecallCurve(Panel):
-    """Precision against recall of a binary classification, over T rising thresholds.
+    """Precision-recall curve of a binary classification, over T increasing thresholds.
 
-    counts: `[4, T]`: true positives, false positives, true negatives, false negatives.
+    Args:
+        counts: `[4, T]`: true positives, false positives, true negatives, false negatives.
     """
 
     counts: Tensor
@@ -231,9 +257,9 @@ class PrecisionRecallCurve(Panel):
         """Return the curve of a batch.
 
         Args:
-            scores: `[B]`, from 0 to 1. A score at a threshold counts as positive.
-            targets: `[B]`, bool or 0 and 1.
-            thresholds: Number of thresholds, T.
+            scores: `[B]`, from 0 to 1. A score equal to a threshold counts as positive.
+            targets: `[B]`, bool, or 0 and 1.
+            thresholds: Number of thresholds, T. Default: 127.
         """
         limits = torch.linspace(0, 1, thresholds, device=scores.device)
         predicted = scores.detach().reshape(1, -1).to(torch.float32) >= limits[:, None]
@@ -243,7 +269,7 @@ class PrecisionRecallCurve(Panel):
 
 
 def on_host(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with their tensors on the host. Each device and dtype needs one copy, and so one wait."""
+    """Return the panels with their tensors on the host. Tensors of the same device and dtype are copied together."""
     found = [
         (place, field.name, value)
         for place, panel in enumerate(panels)
@@ -263,12 +289,12 @@ def on_host(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """Return pixels, uint8 `[N, C, H, W]`. It does not wait for the device.
+    """Return values as pixels, uint8 `[N, C, H, W]`, without waiting for the device.
 
     Args:
-        values: `[N, H, W]` or `[N, C, H, W]`. Without mean and std, floats are stretched from black to white.
-        mean: Mean by which pixels from 0 to 1 were normalized, one number or one a channel.
-        std: Deviation by which they were normalized.
+        values: `[N, H, W]` or `[N, C, H, W]`. If mean or std is None, floats are scaled from black to white.
+        mean: Mean used to normalize pixels from 0 to 1: one number, or one per channel.
+        std: Standard deviation used to normalize the pixels.
     """
     values = values[:, None] if values.dim() == 3 else values
     if values.dtype == torch.uint8 or mean is None or std is None:
@@ -279,7 +305,7 @@ def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[floa
 
 
 def to_rgb(pixels: Tensor) -> np.ndarray:
-    """Return NumPy `[N, H, W, 3]` of uint8 `[N, C, H, W]`, with transparent pixels on white."""
+    """Return uint8 `[N, C, H, W]` as a NumPy array `[N, H, W, 3]`. Transparent pixels are shown on white."""
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255
         pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
@@ -287,12 +313,16 @@ def to_rgb(pixels: Tensor) -> np.ndarray:
 
 
 def png(sheet: np.ndarray) -> bytes:
-    """Return the bytes of a PNG file. sheet: uint8 `[H, W, C]`, C is 1, 3 or 4."""
+    """Return a picture as the bytes of a PNG file.
+
+    Args:
+        sheet: uint8 `[H, W, C]`. C is 1, 3 or 4.
+    """
     from PIL import Image as PillowImage
 
     file = io.BytesIO()
     PillowImage.fromarray(sheet[..., 0] if sheet.shape[2] == 1 else sheet).save(
-        # Twice as fast as the usual level, for a file that is a tenth larger.
+        # Twice as fast as the default level; files are a tenth larger.
         file,
         format="png",
         compress_level=1,

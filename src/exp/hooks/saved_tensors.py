@@ -1,7 +1,8 @@
-"""The bytes that a forward keeps for its backward, and the modules that keep them.
+"""Size of the tensors that a forward saves for its backward, by module.
 
-Relied on, and tested (torch 2.13): a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
-which raises if hooks are active. A compiled network runs as one function, and keeps what its backward needs.
+Tested properties of torch 2.13: a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
+which raises an error if hooks are active. A compiled network runs as one function, and saves the tensors that its
+backward needs.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from exp.strategies.whole_state import local_part
 
 @dataclass(slots=True)
 class Kept:
-    """The tensors that one forward keeps.
+    """Tensors that one forward saves for the backward.
 
     Args:
-        size: Bytes of all of them.
-        by_module: Bytes by the innermost module that kept them first. None stands for the objective.
-        at: Owner of each storage, by its address.
+        size: Total size in bytes.
+        by_module: Bytes by the innermost module that saved a storage first. The key None is the objective.
+        at: Owner of each storage, by address.
     """
 
     size: int = 0
@@ -40,15 +41,15 @@ class Kept:
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Counts the bytes that the forward inside it saves for the backward, and reports them at its end.
+    """Context that counts the bytes that the forward inside it saves for the backward.
 
-    Tensors that a transform of torch.func saves are not counted, because such a transform refuses hooks.
+    Tensors that a transform of torch.func saves are not counted, because such a transform does not support hooks.
 
     Args:
-        network: Its parameters and buffers are not counted. They are listed again at the end, because a forward gathers
-            sharded weights.
-        data: Batch of the forward. A tensor of it that is a view counts with its own bytes, not those of its storage.
-        report: Called with the result, and whether the forward failed.
+        network: Network whose parameters and buffers are not counted. They are listed again at the end, because a
+            forward gathers sharded weights.
+        data: Batch of the forward. A tensor that is a view counts with its own bytes, not with those of its storage.
+        report: Function called at the end with the result, and with True if the forward failed.
     """
 
     def __init__(self, network: nn.Module, data: object, report: Callable[[Kept, bool], None]) -> None:
@@ -58,7 +59,7 @@ class SavedTensors(saved_tensors_hooks):
         self._given: Counter[int] = Counter()
         for tensor in tensors_in(data):
             self._given[address(tensor.untyped_storage())] += tensor.nbytes
-        # Alive until the forward ends, so that no two of them had one address.
+        # References keep the storages alive until the forward ends, so that no address is used twice.
         self._saved: list[tuple[torch.UntypedStorage, nn.Module | None]] = []
         self._disabling = graph.disable_saved_tensors_hooks
         self._is_aside = False
@@ -72,7 +73,7 @@ class SavedTensors(saved_tensors_hooks):
 
     @contextmanager
     def _aside(self, error_message: str) -> Iterator[None]:
-        """Disable hooks as torch's function does, without its error about the hooks that are active here."""
+        """Disable the hooks as torch's function does, without raising an error because hooks are active."""
         is_outermost, self._is_aside = not self._is_aside, True
         if is_outermost:
             super().__exit__()
@@ -87,7 +88,7 @@ class SavedTensors(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = innermost_call()
         self._saved += [(part.untyped_storage(), owner) for part in dense_tensors(tensor)]
-        # The tensor itself would keep its own graph alive through the node that saves it: a leak.
+        # Keeping the tensor itself would be a leak: its graph would stay alive through the node that saves it.
         with OBSERVING:
             return tensor.detach()
 
@@ -109,7 +110,13 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def kept_by(forward: Callable[[], object], *, network: nn.Module, data: object) -> Kept:
-    """Return what one forward of a network keeps of a batch, as the hook `memory` counts it."""
+    """Return the tensors that one forward saves for the backward, as the hook `memory` counts them.
+
+    Args:
+        forward: Function that runs the forward.
+        network: The network.
+        data: Batch of the forward.
+    """
     found: list[Kept] = []
     with SavedTensors(network, data, lambda kept, failed: found.append(kept)):
         forward()
@@ -131,7 +138,7 @@ def innermost_call() -> nn.Module | None:
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """Return the path of the innermost module whose `forward` raised an error; None outside every forward."""
+    """Return the path of the innermost module whose `forward` raised the error; None if no forward raised it."""
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):
@@ -141,16 +148,16 @@ def failing_module(error: BaseException, network: nn.Module) -> str | None:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """Return the module whose `forward` a frame runs; None for any other frame."""
+    """Return the module whose `forward` the frame runs; None for other frames."""
     names = frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 1)] if frame.f_code.co_name == "forward" else ()
     module = frame.f_locals[names[0]] if names and names[0] in frame.f_locals else None
     return module if isinstance(module, nn.Module) else None
 
 
 def dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that hold a tensor in this process: itself, its shard, or indices and values.
+    """Return the dense tensors that store a tensor in this process: the tensor, its shard, or indices and values.
 
-    A tensor without a storage, such as one inside torch.func, has none.
+    For a tensor without a storage, such as a tensor inside torch.func, the result is empty.
     """
     part = local_part(tensor)
     if part.layout == torch.sparse_coo:
@@ -162,12 +169,15 @@ def dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the size in bytes of each storage of `tensors`, by its address."""
-    # All at once: a coalesced copy must not be freed before the next one has its address.
+    """Return the size of each storage in bytes, by address."""
+    # Computed together, so that no coalesced copy is freed and its address used again.
     found = [part.untyped_storage() for tensor in tensors for part in dense_tensors(tensor)]
     return {address(storage): storage.nbytes() for storage in found}
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other live storage has. A meta tensor has no memory; its description has an address."""
+    """Return a number that identifies a storage among all live storages.
+
+    A meta tensor has no memory, so the address of its description is used.
+    """
     return StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()

@@ -1,4 +1,4 @@
-"""An optimizer step as hooks see it, and the arguments of `Hook.before_update`."""
+"""Description of an optimizer step for hooks, and the arguments of `Hook.before_update`."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ def _of_one_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """An optimizer step as hooks see it.
+    """Description of an optimizer step for hooks.
 
     Attributes:
-        index: The optimizer step under way, counted from 1: the x axis of logged values.
-        network: The network, without the wrapper of a strategy.
-        optimizers: Those that step, in order.
-        batch_size: Samples of the global batch, over all ranks and accumulated micro-batches.
+        index: Number of the current optimizer step, counted from 1. It is the x axis of logged values.
+        network: The network, without a strategy's wrapper.
+        optimizers: Optimizers of the step, in order.
+        batch_size: Number of samples over all ranks and accumulated micro-batches.
         device: Device of the network's input.
         epoch: Epoch of the last micro-batch, counted from 0.
-        batch_idx: Position of the last micro-batch in the epoch, counted from 0.
-        seed: Seed of the run. exp.data.randomness.reseed makes the random streams of seed, rank, epoch and batch_idx.
-        rank: Number of this process's share of the batch.
-        world_size: Processes of the run.
-        accumulated: Micro-batches a step.
-        total_steps: Steps of the whole run; None if its end is not known.
-        samples_seen: Samples of all ranks in the steps of this process so far, with this one.
-        seconds_waited: Seconds for which the loop of this process has waited for batches so far.
-        loss: Objective of the last micro-batch, 0-d and detached; None before it is known.
-        data: The last micro-batch, as the data set gives it: a pair or a mapping of tensors.
-        batches: The micro-batches of the step so far with their batch_idx, of this rank, if a hook `keeps_batches`.
-        weight: Factor of this rank's mean loss in the mean over all samples; 0.0 for a rank with a stand-in sample.
-        loss_with: Returns the objective, 0-d and not weighted, of a callable that runs the network, and such data.
-        norms: Returns the 2-norms of whole tensors by the names of their parameters. If ranks hold shards, every rank
-            must call it.
-        parts: Combines the results of shards; None if tensors are whole here.
-        clips: Whether the optimizer's gradients are clipped; with phases, those of the phase.
-        gather: Returns `[R, ...]` on every rank from `[...]` of each. Every rank must call it.
-        autocast: Returns the context of the run's precision, for a forward of the hook.
-        kept: Dtypes of layers that differ from the dtype of the network, by name.
-        phase: The phase under way; in after_backward only its parameters have its gradients.
+        batch_idx: Number of the last micro-batch in the epoch, counted from 0.
+        seed: Seed of the run. exp.data.randomness.reseed sets the random stream of (seed, rank, epoch, batch_idx).
+        rank: Index of this process's part of the batch.
+        world_size: Number of processes of the run.
+        accumulated: Number of micro-batches per step.
+        total_steps: Number of steps of the whole run; None if unknown.
+        samples_seen: Number of samples over all ranks in the steps of this process, including the current step.
+        seconds_waited: Total seconds for which the training loop of this process has waited for batches.
+        loss: Objective of the last micro-batch, 0-d and detached; None before it is computed.
+        data: Last micro-batch as the data set returns it: a pair or a mapping of tensors.
+        batches: This rank's micro-batches of the step with their batch_idx. Empty unless a hook sets `keeps_batches`.
+        weight: Weight of this rank's mean loss in the mean over all samples; 0.0 for a rank with a placeholder sample.
+        loss_with: Function that returns the unweighted objective, 0-d, for a callable that replaces the network, and
+            data.
+        norms: Function that returns the 2-norms of tensors by parameter name, over all shards. If the tensors are
+            sharded, every rank must call it.
+        parts: Object that combines the results of shards; None if tensors are not sharded.
+        clips: Whether the gradients of the optimizer are clipped. With phases, the gradients of the current phase.
+        gather: Function that returns `[R, ...]` on every rank, given `[...]` on each of R ranks. Every rank must call
+            it.
+        autocast: Function that returns the context of the run's precision, for a forward that the hook runs.
+        kept: Dtypes of layers that differ from the network's dtype, by layer name.
+        phase: Name of the current phase; None without phases. In after_backward only the phase's parameters have its
+            gradients.
     """
 
     index: int
@@ -85,13 +88,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """The micro-batches of one step of an optimizer, and their position in the run.
+    """Micro-batches of one optimizer step, and their position in the run.
 
     Args:
-        batches: Micro-batches of this rank, each with its batch_idx, counted from 0.
+        batches: Micro-batches of this rank with their batch_idx, counted from 0.
         epoch: Epoch, counted from 0.
-        phase: Phase of the step.
-        turn: Pass over the batches, for exp.data.randomness.reseed.
+        phase: Name of the phase; None without phases. Default: None.
+        turn: Numbers that select the random stream of the pass; see exp.data.randomness.reseed. Default: ().
     """
 
     batches: Sequence[tuple[Batch, int]]
@@ -102,14 +105,14 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """A step that an optimizer is about to take. Its gradients are unscaled, averaged, and not clipped.
+    """Optimizer step that is about to run. The gradients are unscaled, averaged, and not clipped.
 
     Args:
         window: Micro-batches of the step.
         optimizer: The optimizer.
-        losses: Losses of the micro-batches of this rank, 0-d on their device; with phases their sum.
-        scale: Factor of the loss, 0-d or a float; None without a loss scale.
-        module: The training module of the run.
+        losses: Losses of this rank's micro-batches, 0-d, on their device. With phases, a single element: their sum.
+        scale: Loss scale, 0-d or a float; None without a loss scale.
+        module: Training module of the run.
     """
 
     window: Window

@@ -1,4 +1,4 @@
-"""The hook `throughput`: the speed of training, the parts of a step, and the utilisation of the devices."""
+"""Hook `throughput`, which logs the speed of training, the times of the parts of a step, and device utilisation."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from exp.hooks.step import Step
 from exp.hooks.utilisation import PeakFlops, Utilisation
 
 AHEAD = 5
-# Steps by which a device may be slower than the host before the parts of a step are dropped.
+# Number of steps by which a device may lag the host before the times of a step's parts are dropped.
 LAG = 64
-# No time of a part is too long in general.
+# The duration of a part has no healthy limit.
 NO_BOUND = Healthy()
 
 
 class Throughput(Hook):
-    """Logs means over the last `every_n_steps` steps, and the parts of one of them.
+    """Hook that logs mean speeds over the last `every_n_steps` steps, and the times of the parts of one step.
 
-    `throughput/step_ms`, `throughput/samples_per_second`, and `throughput/tokens_per_second` if the input is integers
-    `[B, T]`. The time of a step runs from the end of the step before to its own end, with loading, logging and other
-    hooks. The first step of the run, and the first after a pause (validation, a checkpoint at an epoch's end), have no
-    such time. On CUDA the host runs ahead of the device, by a bounded queue: the means hold.
+    The mean speeds are `throughput/step_ms`, `throughput/samples_per_second`, and, if the input is integers `[B, T]`,
+    `throughput/tokens_per_second`. The time of a step starts at the end of the previous step, and includes loading,
+    logging and other hooks. The first step of the run and the first step after a pause are not timed. A pause is a
+    validation, or a checkpoint at the end of an epoch. On CUDA the host runs ahead of the device. The means are still
+    valid, because the queue is bounded.
 
-    `throughput/part_ms` is a heat map of data, forward, backward, optimizer and rest of one step, whose sum is its
-    time. With `each_part` `throughput/data_ms`, `forward_ms`, `backward_ms`, `optimizer_ms` and `rest_ms` are scalars,
-    too. The step lies up to five steps before the logged one, at which other hooks are due. On CUDA the parts are
-    logged when the device has finished the step, so that nothing waits. A pipeline alternates forward and backward, and
-    has one part `forward_backward_ms`.
+    `throughput/part_ms` is a heat map with the times of data, forward, backward, optimizer and rest, whose sum is the
+    time of one step. With `each_part` they are also scalars: `throughput/data_ms`, `forward_ms`, `backward_ms`,
+    `optimizer_ms` and `rest_ms`. The timed step is up to five steps before the logged step, because other hooks are due
+    at the logged step. On CUDA the times are logged when the device has finished the step, so that the host does not
+    wait. A pipeline alternates forward and backward, and has one part `forward_backward_ms`.
 
-    `throughput/mfu` is the model FLOPs utilisation, and the text `throughput/flops` its derivation.
+    `throughput/mfu` is the model FLOPs utilisation. The text `throughput/flops` shows how it is computed.
 
     Args:
-        every_n_steps: Period. `auto` depends on the length of the run.
-        each_part: Whether the parts of a step are scalars, too.
-        peak_flops: FLOPs a second of one device; `measured` measures them by matrix products. None looks a GPU up, and
-            logs no utilisation on a CPU.
-        flops_per_sample: FLOPs of one sample in a step. None counts them once, on the meta device.
-        workload: Given by exp.
+        every_n_steps: Steps between two records. `auto` depends on the length of the run. Default: auto.
+        each_part: Whether the times of a step's parts are also logged as scalars. Default: False.
+        peak_flops: FLOPs per second of one device. `measured` measures them by matrix products. None uses the listed
+            value of a GPU, and logs no utilisation on a CPU. Default: None.
+        flops_per_sample: FLOPs of one sample in a step. None counts them once, on the meta device. Default: None.
+        workload: Work of a step; set by exp. Default: None.
     """
 
     longest = {"every_n_steps": 50}
@@ -66,11 +67,11 @@ class Throughput(Hook):
         self._begin()
 
     def _begin(self) -> None:
-        # Distance of the step that is split to the due step: by then a GPU has finished it.
+        # Number of steps between the timed step and the due step. After them, a GPU has finished the timed step.
         self._ahead = min(AHEAD, (self.every_n_steps - 1) // 2)
-        # Whole steps that were timed: their number, samples and seconds.
+        # Total number, samples and seconds of the timed steps.
         self._steps, self._samples, self._seconds = 0, 0, 0.0
-        # The end of the last step that was looked at: time, index, and samples until then.
+        # End of the last observed step: time, step index, and number of samples so far.
         self._last: tuple[float, int, int] | None = None
         self._paused_at: float | None = None
         self._split: StepTimer | None = None
@@ -80,7 +81,7 @@ class Throughput(Hook):
         self._begin()
 
     def due(self, index: int) -> bool:
-        """Return whether a window or a split step begins or ends here, or the clock has to be started."""
+        """Return whether a measurement starts or ends at this step, or the clock must be started."""
         place = (index + 1 + self._ahead) % self.every_n_steps
         return place <= 1 or index % self.every_n_steps == 0 or self._last is None or self._paused_at is not None
 
@@ -110,14 +111,14 @@ class Throughput(Hook):
         self._split = None
 
     def _count(self, step: Step, now: float) -> None:
-        """Count the steps since the last due one."""
+        """Add the steps since the last observed step to the totals."""
         last, paused_at, self._paused_at = self._last, self._paused_at, None
         if last is None:
             return
         then, index, seen = last
         steps, samples = step.index - index, step.samples_seen - seen
         if paused_at is not None:
-            # The end of the pause is unknown: it and the step after it, or around it, are left out.
+            # The end of the pause is unknown, so the pause and the step next to it are left out.
             now, steps, samples = paused_at, steps - 1, samples - step.batch_size
         if steps:
             self._steps += steps
@@ -152,9 +153,10 @@ class Throughput(Hook):
 
 
 def tokens_in_a_sample(data: object) -> int | None:
-    """Return T if the input of a batch, the first of several, is integers `[B, T]`; else None.
+    """Return T if a batch's first input is integers `[B, T]`; None otherwise.
 
-    data: A pair or a mapping of tensors, or the input alone.
+    Args:
+        data: Pair or mapping of tensors, or the input alone.
     """
     if isinstance(data, Mapping):
         data = data["input"] if "input" in data else next((v for name, v in data.items() if name != "target"), None)
@@ -166,21 +168,21 @@ def tokens_in_a_sample(data: object) -> int | None:
 
 
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
-# The part of a pipeline, whose schedule runs the forward of one micro-batch between the backwards of others.
+# Part of a pipeline, whose schedule alternates forwards and backwards of micro-batches.
 TOGETHER = "forward_backward"
 
 
 class StepTimer:
-    """The times of the parts of one step, from the end of the previous step to its end.
+    """Times of the parts of one step, from the end of the previous step to the end of this step.
 
-    The time before a mark called forward, backward or optimizer is that part's. Other time is the wait for the batch,
-    and the rest: callbacks, hooks, loggers, and the copy of the batch to the device. On CUDA a moment is an event in
-    the device's queue, and the wait for a batch counts as far as the device had nothing else to do.
+    The time before a mark named forward, backward or optimizer belongs to that part. The remaining time is the wait for
+    the batch, and the rest: callbacks, hooks, loggers, and the copy of the batch to the device. On CUDA, marks are
+    events in the device's queue. The wait for a batch then counts only while the device had no other work.
 
     Args:
         device: Device of the network.
-        now: End of the step before, by time.perf_counter.
-        waited: Seconds for which the loop has waited for batches so far.
+        now: End of the previous step, by time.perf_counter.
+        waited: Total seconds for which the loop has waited for batches before the step.
     """
 
     def __init__(self, device: torch.device, now: float, *, waited: float) -> None:
@@ -191,7 +193,12 @@ class StepTimer:
         self.mark("", now)
 
     def mark(self, name: str, now: float | None = None) -> None:
-        """End the part of that name. now: the host's clock, if it was read already."""
+        """End the part with the given name.
+
+        Args:
+            name: Name of the part.
+            now: Time by time.perf_counter, if already known. Default: None.
+        """
         self._names.append(name)
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -201,19 +208,21 @@ class StepTimer:
             self._moments.append(time.perf_counter() if now is None else now)
 
     def end(self, now: float, *, waited: float) -> None:
-        """End the step. now, waited: as in the constructor."""
+        """End the step. The arguments are those of the constructor, at the end of this step."""
         self.mark("rest", now)
         self._waited = waited - self._waited
 
     @property
     def is_known(self) -> bool:
-        """True if the device has finished the step, so that reading the times does not wait."""
+        """True if the device has finished the step. Reading the times then does not wait."""
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:
-        """Return the time of each part, whose sum is the step's. It waits for the device unless `is_known`.
+        """Return the milliseconds of each part, whose sum is the time of the step.
 
-        A step without a mark called forward has TOGETHER instead of forward and backward.
+        Wait for the device unless `is_known`.
+
+        A step without a mark named forward has the part TOGETHER instead of forward and backward.
         """
         if self._events:
             taken = [a.elapsed_time(b) for a, b in itertools.pairwise(self._events)]

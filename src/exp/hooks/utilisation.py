@@ -1,7 +1,8 @@
-"""Model FLOPs utilisation: the FLOPs of the model, as a share of what the devices could have computed.
+"""Model FLOPs utilisation (MFU): the model's FLOPs as a fraction of the devices' peak.
 
-MFU as in appendix B of PaLM (Chowdhery et al. 2022, arXiv:2204.02311): samples a second, times the FLOPs of forward and
-backward of a sample, divided by the peak. Activations that are computed twice, to save memory, count once.
+The definition is that of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311). MFU is the number of samples per
+second, times the FLOPs of a sample's forward and backward, divided by the peak FLOPs per second. Activations that are
+recomputed to save memory count once.
 """
 
 from __future__ import annotations
@@ -26,24 +27,31 @@ PeakFlops = Annotated[float, Gt(0)] | Literal["measured"] | None
 
 
 class Utilisation:
-    """Counts FLOPs and measures the peak once, at the first use, and warns once if it cannot.
+    """Model FLOPs utilisation of a run. FLOPs are counted and the peak is measured once, at the first use.
+
+    If a number cannot be determined, a warning is logged once.
 
     Args:
-        peak_flops: FLOPs a second of one device. `measured` measures them. None looks the device up.
+        peak_flops: FLOPs per second of one device. `measured` measures them. None uses the listed value of the device.
         flops_per_sample: FLOPs of one sample in a step. None counts them.
-        workload: The work of a step; None without a config.
+        workload: Work of a step; None without a config.
     """
 
     def __init__(self, *, peak_flops: PeakFlops, flops_per_sample: float | None, workload: Workload | None) -> None:
         self._given_peak, self._given_flops, self._workload = peak_flops, flops_per_sample, workload
-        # FLOPs of a sample over the peak of all devices.
+        # FLOPs of a sample divided by the peak FLOPs per second of all devices.
         self._share: float | None = None
         self._is_prepared = False
 
     def prepare(self, step: Step, *, name: str) -> Text | None:
-        """Find FLOPs and peak once, outside the timed steps, and return a text of both, if both are known.
+        """Determine FLOPs and peak at the first call, outside of the timed steps.
 
-        name: Name of the hook, for messages.
+        Args:
+            step: Current step.
+            name: Name of the hook, for messages.
+
+        Returns:
+            Table of both numbers; None if one is unknown, and at later calls.
         """
         if self._is_prepared:
             return None
@@ -51,7 +59,7 @@ class Utilisation:
         workload = self._workload or Workload(precision="fp32", devices=1, flops=_raise_without_config)
         peak, source = self._peak_of(step.device, workload)
         if peak is None:
-            # No peak of a CPU is listed, which is nothing to warn of.
+            # CPUs have no listed peak, which needs no warning.
             if step.device.type != "cpu":
                 log.warning(
                     "throughput/mfu is not logged: no peak is known for %s in %s. Write hooks.%s.peak_flops=measured, "
@@ -74,11 +82,11 @@ class Utilisation:
         )
 
     def at(self, samples_per_second: float) -> float | None:
-        """Return the share, 1 if every device computes all it can; None if it is not known."""
+        """Return the utilisation, from 0 to 1; None if FLOPs or peak are unknown."""
         return None if self._share is None else samples_per_second * self._share
 
     def _peak_of(self, device: torch.device, workload: Workload) -> tuple[float | None, str]:
-        """Return the FLOPs a second of one device and their source; the device's name if they are not known."""
+        """Return the FLOPs per second of one device, or None if unknown, and a description of their source."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         if self._given_peak == "measured":
             return measured_peak(device, workload.precision), f"{name}, measured by matrix products"
@@ -108,11 +116,11 @@ def _raise_without_config(data: object) -> FlopCount:
 
 
 TERA = 1e12
-# Each card with a pattern of its name in torch, and its TFLOPS for dense matrices: half of a figure that NVIDIA gives
-# with sparsity alone. Other names are of slower variants, or of parts: Laptop, Ti, D, MIG. With sums in float32: with
-# sums in float16, which training does not use, fp16 and fp8 of the two GeForce cards would be twice as fast. From the
-# datasheets of HGX B200 (one of its eight), H200, H100, A100, L40S, L4, T4 and V100, and the whitepapers of Ada and of
-# GA102, appendix A.
+# Pattern of each card's name in torch, and its TFLOPS for dense matrices. If NVIDIA states a figure only with sparsity,
+# half of it is listed. Other names belong to slower variants or to partitions: Laptop, Ti, D, MIG. The figures are for
+# sums in float32. With sums in float16, which training does not use, fp16 and fp8 of the two GeForce cards would be
+# twice as fast. Sources: datasheets of HGX B200 (one of its eight GPUs), H200, H100, A100, L40S, L4, T4 and V100, and
+# the whitepapers of Ada and of GA102, appendix A.
 _ARITHMETIC = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _CARDS: dict[str, tuple[str, tuple[float | None, ...]]] = {
     "B200": ("NVIDIA B200", (37, 75, 1100, 2250, 2250, 4500)),
@@ -135,37 +143,42 @@ _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def arithmetic(word: str) -> str:
-    """Return the arithmetic of matrix products under a precision word. fp32 is tf32 if torch may use it."""
+    """Return the arithmetic of matrix products for a value of `precision`. fp32 becomes tf32 if torch may use tf32."""
     kind = word.removesuffix("_true")
     return "tf32" if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" else kind
 
 
 def listed_peak(device_name: str, word: str) -> float | None:
-    """Return the FLOPs a second of one device, dense; None if the device or the precision is not listed.
+    """Return the FLOPs per second of a device for dense matrices; None if the device or the precision is not listed.
 
-    device_name: Result of torch.cuda.get_device_name. word: Precision word.
+    Args:
+        device_name: Result of torch.cuda.get_device_name.
+        word: Value of `precision` in the config.
     """
     card = card_of(device_name)
     return None if card is None else card_peaks(card).get(arithmetic(word))
 
 
 def card_of(device_name: str) -> str | None:
-    """Return the card of a device by torch's name; None if it is not listed."""
+    """Return the listed card that matches a device name of torch; None if no card matches."""
     return next((card for card, (pattern, _) in _CARDS.items() if re.fullmatch(pattern, device_name)), None)
 
 
 def card_peaks(card: str) -> Mapping[str, float]:
-    """Return the FLOPs a second of a listed card, dense, by the word of the arithmetic."""
+    """Return the FLOPs per second of a listed card for dense matrices, by arithmetic."""
     return {word: tera * TERA for word, tera in zip(_ARITHMETIC, _CARDS[card][1], strict=True) if tera is not None}
 
 
 def measured_peak(device: torch.device, word: str, *, seconds: float = 0.05) -> float | None:
-    """Return the FLOPs a second of the fastest of some square matrix products; None if torch.mm lacks the precision.
+    """Return the highest FLOPs per second measured in square matrix products; None if torch.mm lacks the precision.
 
-    On a CPU it uses the threads of this process. It draws no random numbers, takes a few times `seconds`, and waits for
-    the device's queue.
+    On a CPU, the products use the threads of this process. The function draws no random numbers, takes a few times
+    `seconds`, and waits for the device's queue.
 
-    seconds: Larger products are tried until one takes so long.
+    Args:
+        device: Device to measure.
+        word: Value of `precision` in the config.
+        seconds: Approximate duration in seconds of the longest measured product. Default: 0.05.
     """
     kind = arithmetic(word)
     dtype = _DTYPES.get("fp32" if kind == "tf32" else kind)
@@ -174,7 +187,7 @@ def measured_peak(device: torch.device, word: str, *, seconds: float = 0.05) -> 
     best = 0.0
     with torch.no_grad():
         for size in _SIZES:
-            # Ones, because zeros and denormals are computed at other speeds.
+            # Ones, because the speed differs for zeros and denormals.
             matrix = torch.ones(size, size, dtype=dtype, device=device)
             _seconds_of(matrix)  # warm-up
             taken = min(_seconds_of(matrix) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Heat maps of a run: numbers of each layer or parameter by step, drawn from table.csv."""
+"""Heat maps of a run, drawn from table.csv: values of each layer or parameter by step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from exp.loggers.step_table import STEP, StepTable
 from exp.output import warn_not_written
 
 TABLE = "table.csv"
-# A picture of a long run is drawn when its number of columns has doubled, and not more often than this.
+# Minimum seconds between two pictures of a heat map. A picture is drawn when the number of columns has doubled.
 SECONDS_BETWEEN_PICTURES = 20.0
 SECONDS_BETWEEN_WRITES = 5.0
-# A column has at least one pixel. With more columns, every other one is left out.
+# Maximum number of columns, because a column needs at least one pixel. With more columns, every second one is left out.
 MOST_COLUMNS = 190
 
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """The numbers of one tag.
+    """Values of one tag.
 
     Attributes:
         names: Names of the R rows.
-        steps: Steps of the S columns, rising.
-        numbers: `[R, S]`: nan if a row has no number at a step, infinite if the number was not finite.
+        steps: Steps of the S columns, in increasing order.
+        numbers: Values, `[R, S]`: nan if a row has no value at a step, infinite if the value was not finite.
     """
 
     names: list[str]
@@ -38,17 +38,22 @@ class HeatMap:
     numbers: np.ndarray
 
     def picture(self, *, healthy: Healthy, title: str) -> np.ndarray:
-        """Return the picture, uint8 `[H, W, 3]`. healthy: Bounds of healthy numbers."""
-        # Imported here, because Pillow's import takes as long as a validation.
+        """Return the heat map as a picture, uint8 `[H, W, 3]`.
+
+        Args:
+            healthy: Bounds of healthy numbers.
+            title: Text above the map.
+        """
+        # Imported within the function, because importing Pillow takes as long as a validation.
         from exp.hooks.figures import heat_map
 
         return heat_map(self.numbers, names=self.names, steps=self.steps, healthy=healthy, title=title)
 
 
 def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
-    """Return the heat map of a tag from the table of a run; None if the table has no number of the tag.
+    """Return the heat map of a tag from the table of a run; None if the table has no value of the tag.
 
-    A long run is thinned: its columns are even except the last one.
+    For a long run, columns are left out at equal distances. The last column is always kept.
 
     Raises:
         OSError: The table cannot be read.
@@ -72,7 +77,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
             kept = [*kept[:-1:2], kept[-1]]
     if not kept:
         return None
-    # A number that is not finite differs from a missing one.
+    # A value that is not finite is marked as infinite, to distinguish it from a missing value.
     numbers = np.array([[float(cell) if cell else np.nan for cell in cells] for _, cells in kept]).T
     is_lost = np.array([[bool(cell) for cell in cells] for _, cells in kept]).T & ~np.isfinite(numbers)
     numbers[is_lost] = np.inf
@@ -81,7 +86,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Picture(Panel):
-    """A heat map, read from the table when it is drawn."""
+    """Heat map that is read from the table when it is drawn."""
 
     directory: Path
     tag: str
@@ -95,7 +100,15 @@ class _Picture(Panel):
 
 @dataclass(slots=True)
 class _Tag:
-    """The healthy numbers of a tag, the number of its columns, its last step, and the time of its last picture."""
+    """State of a tag.
+
+    Attributes:
+        healthy: Bounds of healthy numbers.
+        count: Number of columns.
+        step: Step of the last column.
+        drawn: Number of columns in the last picture.
+        drawn_at: Time of the last picture, by time.monotonic.
+    """
 
     healthy: Healthy
     count: int = 0
@@ -105,13 +118,13 @@ class _Tag:
 
 
 class HeatMaps:
-    """Writes the columns of hooks to the run's table.csv, and draws them.
+    """Writer of the run's table.csv, which contains the columns of hooks, and source of the heat maps drawn from it.
 
-    The table has a row for each step, and a column for each part of each tag: `gradients/norm/hidden.weight`.
+    The table has a row for each step, and a column for each part of each tag, such as `gradients/norm/hidden.weight`.
 
     Args:
-        directory: Run directory. None: nothing is written.
-        is_drawn: Whether to draw pictures.
+        directory: Run directory. If None, nothing is written.
+        is_drawn: Whether to draw pictures. Default: True.
     """
 
     def __init__(self, directory: Path | None, *, is_drawn: bool = True) -> None:
@@ -122,11 +135,14 @@ class HeatMaps:
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Remove rows of an earlier process from this step on. step: First step of the training."""
+        """Remove the rows of an earlier process whose step is `step` or later, because training starts at `step`."""
         self._guard(lambda table: table.purge(step))
 
     def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
-        """Return the panels of a step, with a heat map instead of a column if one is due."""
+        """Return the panels of a step without columns.
+
+        If a picture of a tag is due, the result contains its heat map.
+        """
         shown = {tag: panel for tag, panel in panels.items() if not isinstance(panel, Column)}
         for tag, column in panels.items():
             if not isinstance(column, Column) or self._table is None:
@@ -136,7 +152,7 @@ class HeatMaps:
             now = time.monotonic()
             known = self._tags.setdefault(tag, _Tag(column.healthy, drawn_at=now))
             known.count, known.step = known.count + 1, step
-            # A short run draws only at its end.
+            # The time since the first column also counts, so that a short run draws only at its end.
             if known.count >= 2 * known.drawn and now - known.drawn_at > SECONDS_BETWEEN_PICTURES:
                 shown |= self._draw(tag)
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
@@ -149,7 +165,7 @@ class HeatMaps:
         self._guard(StepTable.write)
 
     def end(self) -> dict[int, dict[str, Panel]]:
-        """Write the table, and return the pictures with columns that were not drawn yet, by their last step."""
+        """Write the table. Return the heat maps with columns that are not yet drawn, by their last step."""
         self.save()
         found: dict[int, dict[str, Panel]] = {}
         for tag, known in self._tags.items():

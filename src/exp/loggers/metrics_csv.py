@@ -1,4 +1,7 @@
-"""All numbers of a run in one table, metrics.csv. A resumed run continues it, unlike Lightning's CSVLogger."""
+"""Logger that writes all numbers of a run to one table, metrics.csv.
+
+A resumed run continues the table, in contrast to Lightning's CSVLogger.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from exp.loggers.step_table import StepTable
 
 
 class CsvLogger(RunLogger):
-    """Writes `metrics.csv` to the run directory, with a row per step and a column per tag.
+    """Logger that writes `metrics.csv` to the run directory, with a row per step and a column per tag.
 
-    Calls that write raise RunError if the file cannot be written. Later values are dropped.
+    If the file cannot be written, calls that write raise RunError, and later values are dropped.
 
     Args:
-        directory: Run directory, set by build.py.
-        flush_seconds: Time between two writes, in seconds.
+        directory: Run directory; set by build.py.
+        flush_seconds: Seconds between two writes. Default: 5.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
@@ -48,32 +51,37 @@ class CsvLogger(RunLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Do nothing: config.yaml and provenance.json are next to the table."""
+        """Do nothing, because config.yaml and provenance.json are next to the table."""
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, object] | Namespace, *args: object, **kwargs: object) -> None:
-        """Do nothing."""
+        """Do nothing, because config.yaml is next to the table."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add numbers by tag. step: Finished optimizer steps. Consecutive calls for one step share a row."""
+        """Add numbers by tag. Consecutive calls with the same step share a row.
+
+        Args:
+            metrics: Numbers by tag.
+            step: Number of completed optimizer steps. None uses the last step. Default: None.
+        """
         self._table.add(metrics, self._step_of(step))
         if time.time() - self._last_write >= self.flush_seconds:
             self._write(keep=1)
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Log once which panels a table cannot hold."""
+        """Log a message, once per class, about panels that a table cannot contain."""
         self._left_out.select(panels)
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Remove the rows from `step` on: a resumed run starts at `step`."""
+        """Remove the rows whose step is `step` or later, because a resumed run starts at `step`."""
         self._table.purge(step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Write waiting rows."""
+        """Write the buffered rows."""
         self._write(keep=0)
 
     @rank_zero_only

@@ -1,4 +1,4 @@
-"""Base class of exp's loggers: the description of a run, panels that a logger cannot show, and notes for a resume."""
+"""Base class of exp's loggers, with descriptions of runs, unsupported panels, and notes for a resume."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from exp.output import warn_not_written
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A run before its first step.
+    """Description of a run, logged before its first step.
 
     Attributes:
-        hyperparameters: Values by dotted key in which it may differ from other runs.
+        hyperparameters: Values by dotted key in which the run may differ from other runs.
         metrics: Tags by which runs are compared, such as `loss/val`.
-        config: The whole config, plain and resolved.
+        config: The whole config as plain, resolved values.
         texts: Markdown texts by name: the config, the command, the revision.
-        tags: The user's tags.
+        tags: Tags that the user set in the config.
     """
 
     hyperparameters: Mapping[str, object]
@@ -43,7 +43,13 @@ class Description:
 
 
 def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequence[str]) -> Description:
-    """Return the description of a run from its config, overrides and directory."""
+    """Return the description of a run.
+
+    Args:
+        plain: The whole config as plain, resolved values.
+        directory: Run directory.
+        overrides: Overrides of the command line.
+    """
     return Description(
         hyperparameters=chosen_values(plain, overrides),
         metrics=compared_tags(plain),
@@ -54,29 +60,36 @@ def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequ
 
 
 class RunLogger(Logger):
-    """A logger that gets panels and a description in addition to numbers. Its calls do nothing except on rank 0."""
+    """Logger that receives panels and a description in addition to numbers. Its methods act only on rank 0."""
 
     @abstractmethod
     def describe(self, description: Description) -> None:
-        """Log the description, once before the first step of each process of the run."""
+        """Log the description. Called once in each process of the run, before the first step."""
 
     @abstractmethod
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Log histograms, images, texts and curves by tag, with tensors on the CPU. Report unsupported kinds once."""
+        """Log histograms, images, texts and curves by tag, with tensors on the CPU.
+
+        Report each unsupported class once.
+        """
 
     @abstractmethod
     def purge(self, step: int) -> None:
-        """Remove values from `step` on, the first step of the training: they are logged again."""
+        """Remove the values whose step is `step` or later. Training starts at `step` and logs them again."""
 
     @abstractmethod
     def end(self, status: str) -> None:
-        """Log the end of the run. status: completed, pruned, failed or interrupted."""
+        """Log the end of the run.
+
+        Args:
+            status: completed, pruned, failed or interrupted.
+        """
 
     # Last optimizer step that was logged.
     _latest = 0
 
     def _step_of(self, step: int | None) -> int:
-        """Return the step, or the last logged step for None."""
+        """Return the step; for None, the last logged step."""
         self._latest = self._latest if step is None else step
         return self._latest
 
@@ -89,14 +102,15 @@ CALLED = (
 
 
 def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
-    """Return a logger whose errors do not end the run, or None, after a warning, if it cannot be created.
+    """Return a logger whose errors do not end the run. If it cannot be created, log a warning and return None.
 
     Args:
+        make: Function that creates the logger.
         name: Config key, such as `logger.tensorboard`.
 
     Raises:
         ConfigError: A parameter is invalid.
-        MissingExtraError: Its package is not installed.
+        MissingExtraError: The logger's package is not installed.
     """
     try:
         return isolate_errors(make(), name=name)
@@ -104,7 +118,7 @@ def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
         raise
     except ConfigError as error:
         cause = error.__cause__
-        # Other exceptions come from a store that does not answer.
+        # Other exceptions come from a service that is not reachable.
         is_of_values = isinstance(cause, REFUSALS) and not isinstance(cause, OSError | RuntimeError)
         if cause is None or is_of_values or isinstance(cause, ExpError | MisconfigurationException | SystemExit):
             raise
@@ -115,10 +129,11 @@ def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
 
 
 def has_begun(logger: Logger, *, name: str) -> bool:
-    """Return whether a logger can open its store, as Lightning does when a run begins. Warn if it cannot.
+    """Return whether a logger can open its store, as Lightning does when a run begins. If not, log a warning.
 
     Args:
-        name: Config key.
+        logger: The logger.
+        name: Config key, such as `logger.tensorboard`.
     """
     try:
         getattr(logger, "experiment", None)
@@ -131,9 +146,9 @@ def has_begun(logger: Logger, *, name: str) -> bool:
 
 
 def isolate_errors(logger: Logger, *, name: str) -> Logger:
-    """Let a run continue if this logger fails: warn once, and do not call it again.
+    """Make a run continue if this logger fails. A warning is logged once, and the logger is not called again.
 
-    A store that does not answer would take minutes at every write, and a full disk stays full.
+    An unreachable service would take minutes at every write, and a full disk stays full.
     """
     has_failed = False
 
@@ -161,7 +176,7 @@ def isolate_errors(logger: Logger, *, name: str) -> Logger:
 
 
 class Notes:
-    """A small JSON file with the run's id in a store, and the last step that was written.
+    """Small JSON file with the id of the run in a logger's store, and the last written step.
 
     Raises:
         RunError: The file cannot be read or written.
@@ -190,11 +205,11 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """Selects the panels that a logger can show, and logs each other kind once.
+    """Filter for the panels that a logger supports. Each unsupported class is logged once.
 
     Args:
         name: Name of the logger in the config.
-        kinds: Kinds that it can show.
+        kinds: Classes of panels that the logger supports.
     """
 
     def __init__(self, *, name: str, kinds: tuple[type[Panel], ...]) -> None:
@@ -214,12 +229,15 @@ class LeftOut:
         return shown
 
 
-# A page with a longer diff freezes. provenance.json has the whole diff.
+# The Text tab freezes on a longer diff. provenance.json contains the whole diff.
 MAX_DIFF_CHARACTERS = 100_000
 
 
 def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the texts `config`, `command` and, in a repository, `git` from the files of the run directory."""
+    """Return the texts `config` and `command`, read from files of the run directory.
+
+    In a repository, add the text `git`.
+    """
     provenance = json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
     command = shlex.join(["python", "-m", "exp.train", *overrides])
     versions = "\n".join(f"| {name} | {version} |" for name, version in provenance["versions"].items())
@@ -238,7 +256,7 @@ def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def fence(text: str, *, language: str = "") -> str:
-    """Return a Markdown block of code, with a fence longer than those in the text."""
+    """Return a Markdown code block. Its fence is longer than the fences within the text."""
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence_marks = "`" * max(3, longest + 1)
     return f"{fence_marks}{language}\n{text}\n{fence_marks}"

@@ -1,4 +1,4 @@
-"""A CSV file with a row per step and a column per tag, which a resumed run continues."""
+"""CSV file with a row per step and a column per tag, which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ Row = dict[str, float | str]
 
 
 class StepTable:
-    """A CSV file with a row per step, and a column per tag in the order of their first values.
+    """CSV file with a row per step, and a column per tag in the order of the tags' first values.
 
-    Missing values are empty. A new tag adds a column, for which the file is replaced.
-
-    Calls that write raise RunError if the file cannot be written. Later values are dropped.
+    Missing values are empty. A new tag adds a column, for which the file is replaced. If the file cannot be written,
+    calls that write raise RunError, and later values are dropped.
 
     Args:
         path: Path of the file, which the first write creates.
-        fix: The fix for a file that cannot be written, after "or".
+        fix: End of the advice in the error for a file that cannot be written. It follows the word "or".
     """
 
     def __init__(self, path: Path, *, fix: str) -> None:
@@ -32,30 +31,30 @@ class StepTable:
         self._fix = fix
         self._columns: list[str] = []
         self._rows: list[Row] = []
-        # Last row of the file.
+        # Last row in the file.
         self._last: Row | None = None
         self._failed = False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers by tag, without writing them. Consecutive calls for one step share a row."""
+        """Add numbers by tag without writing them. Consecutive calls with the same step share a row."""
         if not self._rows or self._rows[-1][STEP] != step:
             self._rows.append({STEP: step})
         self._rows[-1].update(values)
 
     def write(self, *, keep: int = 0) -> None:
-        """Write waiting rows, except the last `keep` ones. A validation may add to the last row."""
+        """Write the buffered rows except the last `keep` rows. A validation may still add values to the last row."""
         count = len(self._rows) - keep
         rows, self._rows = self._rows[:count], self._rows[count:]
         if rows:
             self._guard(lambda: self._append(rows))
 
     def purge(self, step: int) -> None:
-        """Remove the rows from `step` on: a resumed run writes them again."""
+        """Remove the rows whose step is `step` or later, because a resumed run writes them again."""
         if self.path.is_file():
             self._guard(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
 
     def read(self) -> Iterator[dict[str, str]]:
-        """Yield the rows of the file, without a part of a row that a kill may have left at the end."""
+        """Yield the rows of the file. An incomplete last row, which a killed process may have left, is skipped."""
         if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 yield from csv.DictReader(line for line in file if line.endswith("\n"))
@@ -78,14 +77,14 @@ class StepTable:
             for held in self.read():
                 self._last = {**held}
         step, last = rows[0][STEP], self._last or {STEP: -1}
-        # Values of a step that was written already, such as those of a repeated test, belong to its row.
+        # If the last row in the file has the same step, for example after a repeated test, the values are added to it.
         is_split = int(last[STEP]) == step
         if is_split:
             rows = [{**{tag: value for tag, value in last.items() if value != ""}, **rows[0]}, *rows[1:]]
         columns = dict.fromkeys([*(self._columns or [STEP]), *(tag for row in rows for tag in row)])
         if is_split or list(columns) != self._columns:
             self._columns = list(columns)
-            # One replacement removes the row and adds the new one, so that a kill cannot lose it.
+            # The row is replaced in one operation, so that a kill cannot lose it.
             self._rewrite(lambda row: not is_split or int(row[STEP]) != step, more=rows)
             return
         self._last = rows[-1]
@@ -95,7 +94,7 @@ class StepTable:
             file.write(text.getvalue())
 
     def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[Row] = ()) -> None:
-        """Replace the file by the kept rows and more rows, with the current columns."""
+        """Replace the file by the rows for which `is_kept` is true and the rows in `more`, with the current columns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self.read()
         first = next(rows, None)

@@ -1,4 +1,4 @@
-"""A single device, or ddp over all GPUs if there are several, as `placement` decides."""
+"""Strategy for a single device, or DDP if `placement` finds several GPUs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from exp.strategies.strategy import Blueprint
 
 
 class Auto(DDP):
-    """The strategy that fits the machine, with its default options."""
+    """Strategy that uses one device, or DDP with default options on several GPUs."""
 
     def __init__(self, *, name: str = "auto") -> None:
         super().__init__(name=name)
 
     @property
     def demand(self) -> Demand:
-        """All GPUs, as ddp; a machine without a GPU tries one device."""
+        """Demand for all GPUs, as for DDP. A machine without a GPU uses one device."""
         return Demand(cpu_devices=1, adapts=True)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return no error: ddp has its default options, and one device supports everything."""
+        """Return no errors, because DDP has its default options and a single device supports everything."""
         return ()

@@ -1,8 +1,8 @@
-"""Batch normalization over the global batch, with the statistics of all ranks' shares.
+"""Batch normalization over the global batch, with statistics of all ranks.
 
-torch's SyncBatchNorm works on CUDA and rejects CPU tensors. On CPU the sums go through gloo in two passes, so that the
-variance loses no digits. If the global batch is smaller than the number of ranks, a rank without samples takes part in
-the collectives and adds nothing.
+torch's SyncBatchNorm requires CUDA and rejects CPU tensors. On a CPU, the sums are exchanged through gloo in two
+passes, so that the variance loses no precision. If the global batch has fewer samples than ranks, a rank without
+samples joins the collectives and adds nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from exp.strategies.strategy import Blueprint
 
 
 class Share:
-    """This rank's share of the current batch. `counts`: whether it has samples."""
+    """State of the current batch on this rank.
+
+    Attributes:
+        counts: True if the batch has samples on this rank.
+    """
 
     __slots__ = ("counts",)
 
@@ -32,10 +36,10 @@ class Share:
 
 
 class StatisticsOverRanks(LightningStrategy):
-    """Base of Lightning strategies with sync_batchnorm: `class X(StatisticsOverRanks, Base)`.
+    """Base class of Lightning strategies with sync_batchnorm: `class X(StatisticsOverRanks, Base)`.
 
     Attributes:
-        sync_batchnorm: Whether to normalize over the global batch.
+        sync_batchnorm: Whether to normalize over the global batch. Default: False.
     """
 
     sync_batchnorm: bool = False
@@ -43,14 +47,14 @@ class StatisticsOverRanks(LightningStrategy):
     _classes_before: Mapping[nn.Module, type[nn.Module]] = {}
 
     def join_statistics(self, network: nn.Module) -> None:
-        """Let the network normalize over the global batch until the end of a stage, if the option asks for it."""
+        """Make the network normalize over the global batch until the end of a stage, if sync_batchnorm is true."""
         if self.sync_batchnorm and not self._classes_before:
             self._share = Share()
             self._classes_before = join_statistics(network, self._share, device_type=self.root_device.type)
 
     def training_step(self, batch: object, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
-            # The batch of a user's LightningModule comes from the data set unchanged.
+            # The batch of a user's LightningModule is no Batch object and always has samples.
             self._share.counts = not isinstance(batch, Batch) or batch.size > 0
         return super().training_step(batch, *arguments, **named)
 
@@ -61,25 +65,31 @@ class StatisticsOverRanks(LightningStrategy):
 
 
 class CudaBatchNorm(nn.SyncBatchNorm):
-    """Class of a BatchNorm over the global batch on CUDA."""
+    """BatchNorm over the global batch on CUDA. It replaces the class of an existing layer."""
 
     share: Share
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[B, C, ...]` to `[B, C, ...]`."""
+        """Return the normalized input, `[B, C, ...]`."""
         if not self.training or self.share.counts:
             return super().forward(input)
-        # An empty batch takes part in the collectives of forward and backward, and adds nothing.
+        # An empty batch joins the collectives of forward and backward, and adds nothing.
         return input + super().forward(input[:0]).sum()
 
 
 class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch without a public name
-    """Class of a BatchNorm over the global batch on CPU. No SyncBatchNorm, which DistributedDataParallel rejects."""
+    """BatchNorm over the global batch on a CPU. It replaces the class of an existing layer.
+
+    It does not derive from SyncBatchNorm, which DistributedDataParallel rejects on a CPU.
+    """
 
     share: Share
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[B, C, ...]` to `[B, C, ...]`. Raise ValueError if all ranks have one value per channel together."""
+        """Return the normalized input, `[B, C, ...]`.
+
+        Raise ValueError if there is only one value per channel over all ranks.
+        """
         if not self.training:
             uses_batch = self.running_mean is None and self.running_var is None
             statistics = (self.running_mean, self.running_var)
@@ -104,7 +114,7 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """Update the running statistics like nn.BatchNorm; without a momentum they are means over all batches."""
+        """Update the running statistics as nn.BatchNorm does. Without a momentum, they are means over all batches."""
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(1)
@@ -114,9 +124,9 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks, on every rank. The gradient is the sum of the ranks' gradients.
+    """Sum of a tensor over all ranks, returned on every rank. The gradient is the sum of the ranks' gradients.
 
-    torch.distributed.nn.functional.all_reduce computes the same, and is deprecated in torch 2.13.
+    torch.distributed.nn.functional.all_reduce computes the same, but is deprecated in torch 2.13.
     """
 
     @staticmethod
@@ -140,9 +150,12 @@ def batch_norms(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> dict[nn.Module, type[nn.Module]]:
-    """Let every BatchNorm of a network use all ranks' shares. Return the classes that `restore_classes` takes.
+    """Make each BatchNorm layer of a network use the statistics of all ranks.
 
-    Only the class is replaced: parameters, buffers, hooks and names in the state dict do not change.
+    Only the class of a layer is replaced. Parameters, buffers, hooks and names in the state dict do not change.
+
+    Returns:
+        Previous class of each layer, for `restore_classes`.
     """
     before: dict[nn.Module, type[nn.Module]] = {}
     for _, part in batch_norms(network):
@@ -157,7 +170,7 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
 
 
 def restore_classes(before: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Undo join_statistics, except for a layer whose class fully_shard has replaced since."""
+    """Undo join_statistics. Layers whose class fully_shard has replaced in the meantime are skipped."""
     for part, kind in before.items():
         if type(part) not in (CudaBatchNorm, GlobalBatchNorm):
             continue
@@ -168,7 +181,7 @@ def restore_classes(before: Mapping[nn.Module, type[nn.Module]]) -> None:
 
 
 def batch_norm_errors(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[ErrorDetails]:
-    """Yield an error for each layer that cannot be, or must be, normalized over the global batch."""
+    """Yield an error for each layer that does not support the value of sync_batchnorm."""
     key, layers = "strategy.sync_batchnorm", list(batch_norms(planned.network))
     if sync_batchnorm and not layers:
         yield invalid_value(key, True, "false", because="and the network has no batch normalization")

@@ -1,10 +1,10 @@
-"""Distributed data parallel: a copy of the network on every rank, gradients averaged during the backward.
+"""Distributed data parallel: each rank has a copy of the network, and gradients are averaged during the backward.
 
 communication_hook: bf16 and fp16 send each bucket of gradients in that dtype. torch's default_hooks do the same, but
-DistributedDataParallel refuses its bf16 hook unless the backend is NCCL. gloo adds bfloat16 as well (torch 2.13).
+DistributedDataParallel accepts the bf16 hook only with the NCCL backend. gloo supports bfloat16, too (torch 2.13).
 """
 
-# Annotations are evaluated: DistributedDataParallel compares those of a hook with the classes themselves.
+# Annotations are evaluated, because DistributedDataParallel compares those of a hook with classes.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,17 +38,19 @@ HOOK = "communication_hook"
 
 
 class DDP(Strategy):
-    """Data parallel with the options of torch.nn.parallel.DistributedDataParallel.
+    """Data parallel strategy with the options of torch.nn.parallel.DistributedDataParallel.
 
     Args:
-        find_unused_parameters: Search the graph for parameters without a gradient in every step.
-        gradient_as_bucket_view: Let gradients be views of the buckets that are sent, which saves their memory.
-        static_graph: Every step uses the same parameters in the same order.
-        broadcast_buffers: Send the buffers of rank 0 to all ranks before each forward; if False, before each
-            validation, checkpoint and test.
-        bucket_cap_mb: Size of a bucket in MiB. None: torch's default.
-        sync_batchnorm: Normalize over the global batch instead of each rank's share.
-        communication_hook: Dtype in which gradients are sent. None: their own.
+        name: Name of the strategy. Default: ddp.
+        find_unused_parameters: Search the graph for parameters without a gradient in every step. Default: False.
+        gradient_as_bucket_view: Make gradients views of the buckets that are sent, which saves the memory of a copy.
+            Default: True.
+        static_graph: Declare that every step uses the same parameters in the same order. Default: False.
+        broadcast_buffers: Copy the buffers of rank 0 to all ranks before each forward. If False, copy them before each
+            validation, checkpoint and test. Default: True.
+        bucket_cap_mb: Size of a bucket in MiB. None uses torch's default. Default: None.
+        sync_batchnorm: Compute BatchNorm statistics over the global batch instead of each rank's part. Default: False.
+        communication_hook: Dtype in which gradients are sent. None sends them in the gradients' dtype. Default: None.
     """
 
     steps_once = False
@@ -77,7 +79,7 @@ class DDP(Strategy):
         self.communication_hook = communication_hook
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of options that contradict each other, the network or the phases."""
+        """Return errors for options that contradict each other, the network or the phases."""
         errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
         if self.options["static_graph"] and self.options["find_unused_parameters"]:
             expected = "one of the two: a static graph finds unused parameters once"
@@ -94,17 +96,21 @@ class DDP(Strategy):
         return errors
 
     def hook_errors(self, *, expected: str) -> list[ErrorDetails]:
-        """Return the error of an option that registers a communication hook, if it is set."""
+        """Return an error if communication_hook is set; an empty list otherwise.
+
+        Args:
+            expected: Description of valid values.
+        """
         if self.communication_hook is None:
             return []
         return [invalid_value(f"strategy.{HOOK}", self.communication_hook, expected)]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return Lightning's DDPStrategy with these options."""
+        """Return a Lightning DDPStrategy with these options."""
         return ExpDDPStrategy(placement=placement, options=self)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return a copy for each rank, and the buckets that are sent if gradients are not views of them."""
+        """Return the memory of one copy per rank. Gradients that are not views need additional buckets."""
         count = load.placement.world_size
         has_buckets = count > 1 and not self.options["gradient_as_bucket_view"]
         buffers = {"buckets of gradients": load.gradient_bytes} if has_buckets else {}
@@ -119,23 +125,23 @@ class DDP(Strategy):
         return Footprint(places=places, transfers=transfers)
 
     def _averaging_options(self) -> dict[str, object]:
-        """Return the options that say how gradients are averaged."""
+        """Return the options that control how gradients are averaged."""
         reducer = {key: value for key, value in self.options.items() if key != "broadcast_buffers"}
         return {HOOK: self.communication_hook, "sync_batchnorm": self.sync_batchnorm, **reducer}
 
 
 class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
-    """Wraps the module in DistributedDataParallel, unless the module averages its own gradients.
+    """Strategy that wraps the module in DistributedDataParallel, unless the module averages its gradients itself.
 
-    The parameters and buffers of such a module start as those of rank 0, and nothing else is done:
-    DistributedDataParallel expects one backward per forward, and phases may have several.
+    A module that averages its gradients is not wrapped. Only its parameters and buffers are copied from rank 0 at the
+    start. DistributedDataParallel expects one backward per forward, but phases may have several.
 
-    Relied on, and tested: `configure_ddp` is where Lightning wraps the module, and calls a module that is not wrapped
-    directly; a batch is the first argument of `training_step` (lightning 2.6.6). Lightning registers communication
-    hooks on CUDA only, so they are registered here.
+    Tested properties of Lightning 2.6.6: `configure_ddp` wraps the module, and a module that is not wrapped is called
+    directly. A batch is the first argument of `training_step`. Lightning registers communication hooks only on CUDA, so
+    this class registers them.
 
     Attributes:
-        broadcasts_buffers: Whether the buffers of rank 0 are sent to all ranks before each forward, or, with phases,
+        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward; with phases,
             before each step.
     """
 
@@ -148,10 +154,10 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
-        """Wrap the module, unless it averages its gradients."""
+        """Wrap the module in DistributedDataParallel, unless it averages its gradients itself."""
         module = module_of(self)
         self.join_statistics(module)
-        # A user's LightningModule does not have the attribute.
+        # A user's LightningModule does not have this attribute.
         if getattr(module, "averages_gradients", False):
             broadcast_state(module)
             return
@@ -162,9 +168,9 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
 
     @property
     def is_plain(self) -> bool:
-        """True if a step does nothing except call DistributedDataParallel.
+        """True if a step only calls DistributedDataParallel.
 
-        Relied on, and tested: Lightning's `_model_averager` is None without its own post-local SGD (lightning 2.6.6).
+        Tested property of Lightning 2.6.6: `_model_averager` is None unless Lightning's post-local SGD is used.
         """
         own = (type(self).training_step, type(self).optimizer_step)
         is_own = own == (ExpDDPStrategy.training_step, ExpDDPStrategy.optimizer_step)
@@ -172,10 +178,10 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep the gradients of accumulated batches on their rank until the last of them.
+        """Return a context in which accumulated gradients are not sent to other ranks.
 
-        A static graph needs one backward with collectives before one without (otherwise an internal assertion of torch
-        2.13 fails). So the run's first batch is sent, which gives the same sum.
+        In a static graph, a backward with collectives must precede the first backward without collectives. Otherwise an
+        internal assertion of torch 2.13 fails. Therefore the first batch of the run is sent, which gives the same sum.
         """
         if self._waits_for_a_graph:
             self._waits_for_a_graph = False
@@ -191,7 +197,7 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         self._share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights and buffers for a checkpoint, equal on all ranks. Every rank must call it."""
+        """Return the weights and buffers for a checkpoint, equal on all ranks. Every rank must call this method."""
         self._share_buffers()
         return super().lightning_module_state_dict()
 
@@ -201,7 +207,7 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
 
 def _send_in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     buffer: Tensor = bucket.buffer()
-    # Divided before they are added: float16 overflows less.
+    # Divided before the sum, because float16 then overflows less.
     work = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
     assert work is not None
     found: torch.futures.Future[Tensor] = work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

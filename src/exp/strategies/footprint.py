@@ -1,7 +1,7 @@
-"""Sizes of the parts of a network on each rank, and of the data that it sends per step, before anything is placed.
+"""Sizes of a network's parts on each rank, and of the data sent per step, computed before any tensor is placed.
 
-The method `footprint` of a strategy returns them, and exp.plan reads them. The bytes that a rank sends in a collective
-are those of a ring, the smallest possible (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms):
+A strategy's method `footprint` returns them, and exp.plan reads them. The bytes that a rank sends in a collective are
+those of a ring, which is optimal (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms):
 
     all-gather, reduce-scatter of S bytes over N ranks      (N - 1) / N * S
     all-reduce                                              both of them, 2 (N - 1) / N * S
@@ -18,18 +18,19 @@ from torch import nn
 
 from exp.strategies.placement import Placement
 
-# Used instead of a layer's path for the activations of the objective.
+# Name used for the objective's activations instead of a layer's path.
 OBJECTIVE = "(objective)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A parameter of the whole network.
+    """Size of one parameter of the whole network.
 
     Attributes:
-        itemsize: Bytes of one number.
-        learns: Whether it has a gradient.
-        size: Bytes of its storage; 0 if an earlier parameter has the same storage.
+        shape: Shape of the parameter.
+        itemsize: Bytes per number.
+        learns: Whether the parameter has a gradient.
+        size: Bytes of its storage; 0 if an earlier parameter uses the same storage.
     """
 
     shape: tuple[int, ...]
@@ -48,13 +49,13 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A rank's part of a parameter.
+    """Part of a parameter that a rank stores.
 
     Attributes:
-        shape: Shape of the part, for which the optimizer keeps its state.
-        stored: Bytes of the part with padding; 0 if another part of the rank has the same storage.
-        gradient: Bytes of its gradient with padding.
-        steps: Whether this rank's optimizer updates it.
+        shape: Shape of the part. The optimizer keeps its state for this shape.
+        stored: Bytes of the part with padding; 0 if another part on the rank uses the same storage.
+        gradient: Bytes of the part's gradient with padding.
+        steps: Whether this rank's optimizer updates the part.
     """
 
     shape: tuple[int, ...]
@@ -65,16 +66,17 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The part of a run from which a strategy computes its footprint.
+    """Properties of a run from which a strategy computes its footprint.
 
     Attributes:
-        network: On the meta device, with all sizes.
-        sizes: Sizes of its parameters by name, each shared parameter once.
-        inputs: Examples of the network's inputs, with which it is split.
-        buffers: Bytes of its buffers.
-        outputs: Bytes of each layer's output for a rank's micro-batch, by path.
-        micro_batches: Micro-batches of a step.
-        samples: Samples of a rank's micro-batch.
+        network: Network on the meta device, with all sizes.
+        sizes: Sizes of the network's parameters by name. A shared parameter is listed once.
+        placement: Placement of the run.
+        inputs: Example inputs of the network, used to split it. Default: ().
+        buffers: Bytes of the network's buffers. Default: 0.
+        outputs: Bytes of each layer's output for one rank's micro-batch, by path. Default: empty.
+        micro_batches: Number of micro-batches per step. Default: 1.
+        samples: Number of samples in one rank's micro-batch. Default: 1.
     """
 
     network: nn.Module
@@ -95,14 +97,18 @@ class Load:
         return sum(size.nbytes for size in self.sizes.values())
 
     def whole_parameters(self) -> dict[str, Held]:
-        """Return every parameter, unsplit."""
+        """Return all parameters, unsplit, by name."""
         return {
             name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
             for name, one in self.sizes.items()
         }
 
     def gradient_transfers(self, *, factor: float = 1.0) -> list[Transfer]:
-        """Return the all-reduce of gradients over the data ranks. factor: Share of bytes that is sent."""
+        """Return the all-reduce of gradients over the data ranks.
+
+        Args:
+            factor: Fraction of the bytes that is sent. Default: 1.
+        """
         ranks = self.placement.data_ranks
         sent = all_reduce_bytes(self.gradient_bytes * factor, ranks)
         return [Transfer(what="all-reduce of gradients", sent=sent, over=ranks)] if ranks > 1 else []
@@ -110,16 +116,17 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The contents of one device of one rank.
+    """Contents of one device of one rank.
 
     Attributes:
         ranks: Ranks with the same contents.
-        device: Index among the devices of a rank with several. None: the rank has one device.
-        held: Parts by the parameter's name.
-        activations: Factors on the activations of a rank's whole micro-batch, by layer path. A factor applies to
-            everything below its path; `rest` applies elsewhere.
-        buffers: Bytes that communication needs, by purpose.
-        offloaded: Whether weights, gradients and optimizer state are in the host's memory.
+        held: Stored parts, by parameter name.
+        device: Index of the device, if a rank has several devices. None if the rank has one device. Default: None.
+        activations: Factors on the activations of one rank's whole micro-batch, by layer path. A factor applies to all
+            layers below its path. Default: empty.
+        rest: Factor of layers without an entry in `activations`. Default: 1.
+        buffers: Bytes of communication buffers, by purpose. Default: empty.
+        offloaded: Whether weights, gradients and optimizer state are in host memory. Default: False.
     """
 
     ranks: tuple[int, ...]
@@ -131,18 +138,19 @@ class Place:
     offloaded: bool = False
 
     def share_of(self, path: str) -> float:
-        """Return the factor of a layer."""
+        """Return the activation factor of a layer."""
         return share_of(path, self.activations, rest=self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The data that a rank sends in one optimizer step.
+    """Data that a rank sends in one optimizer step.
 
     Attributes:
-        sent: Bytes.
-        over: Ranks that take part.
-        messages: Number of calls.
+        what: Description of the transfer.
+        sent: Bytes sent.
+        over: Number of participating ranks.
+        messages: Number of collective calls. Default: 1.
     """
 
     what: str
@@ -153,16 +161,17 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory, transfers and work of all ranks.
+    """Memory, transfers and work of all ranks.
 
     Attributes:
         places: Contents of all devices.
-        transfers: Data that a rank sends.
-        work: A rank's share of the arithmetic and of the bytes moved in a micro-batch, from 0 to 1.
-        layer_work: Shares of single layers by path, which apply to everything below the path, instead of `work`.
-        calls: Calls of each operator per micro-batch. A call takes as long for a smaller part.
-        waiting: Length of a step divided by the rank's own work in it; 1 if no rank waits.
-        notes: Reasons why numbers are estimates.
+        transfers: Data that a rank sends. Default: ().
+        work: Fraction of a micro-batch's arithmetic and moved bytes that one rank computes, from 0 to 1. Default: 1.
+        layer_work: Fractions of single layers by path, used instead of `work`. They apply to all layers below the path.
+            Default: empty.
+        calls: Number of calls of each operator per micro-batch. A call on a smaller part takes as long. Default: 1.
+        waiting: Duration of a step divided by the rank's own work in it; 1 if no rank waits. Default: 1.
+        notes: Reasons why numbers are estimates. Default: ().
     """
 
     places: Sequence[Place]
@@ -174,12 +183,12 @@ class Footprint:
     notes: tuple[str, ...] = ()
 
     def work_of(self, path: str) -> float:
-        """Return the share of a layer's work."""
+        """Return the fraction of a layer's work that one rank computes."""
         return share_of(path, self.layer_work, rest=self.work)
 
 
 def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
-    """Return the share of a layer: that of the longest path that contains it, or `rest`."""
+    """Return the entry of the longest path in `shares` that contains the layer; `rest` if no path does."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         if (name := ".".join(parts[:end])) in shares:
@@ -188,9 +197,9 @@ def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
 
 
 def shard_parameters(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, rank: int) -> dict[str, Held]:
-    """Return a rank's rows of each part, as FSDP2 splits them: equal numbers of rows, padded in storage to the largest.
+    """Return one rank's shard of each part, as FSDP2 splits them by rows.
 
-    A scalar counts as one row.
+    All ranks get an equal number of rows, padded in storage to the largest shard. A scalar counts as one row.
     """
     found = {}
     for name, one in held.items():
@@ -209,12 +218,12 @@ def all_reduce_bytes(size: float, ranks: int) -> float:
 
 
 def gather_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-gather or reduce-scatter of `size` bytes in total."""
+    """Return the bytes that each rank sends in an all-gather or a reduce-scatter of `size` bytes in total."""
     return size * (ranks - 1) / ranks
 
 
 def merge_equal_places(places: Iterable[Place]) -> list[Place]:
-    """Return the places, with those of equal contents merged."""
+    """Merge places with equal contents."""
     found: list[Place] = []
     for place in places:
         index = next((at for at, one in enumerate(found) if replace(one, ranks=place.ranks) == place), None)

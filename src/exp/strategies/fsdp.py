@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank keeps a shard of each weight, gradient and optimizer state."""
+"""Fully sharded data parallel: each rank stores a shard of each weight, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -50,18 +50,19 @@ SHARD, CHECKPOINTING = "strategy.shard", "strategy.activation_checkpointing"
 
 
 class FSDP(Strategy):
-    """torch.distributed.fsdp.fully_shard (FSDP2). A step computes the same as with ddp.
+    """Strategy that uses torch.distributed.fsdp.fully_shard (FSDP2). A step computes the same result as with DDP.
 
     Args:
-        shard: Modules that are gathered one by one: `auto`, or patterns of names or types, see exp.strategies.units.
-            The rest of the network is one more unit.
+        name: Name of the strategy. Default: fsdp.
+        shard: Units, which are the modules gathered one by one: `auto`, or patterns of names or types (see
+            exp.strategies.units). The rest of the network is one additional unit. Default: auto.
         reshard_after_forward: Whether gathered weights are freed after the forward and gathered again for the backward.
-            None: all except those of the network's own unit, which the backward needs first.
-        activation_checkpointing: Patterns of modules whose activations are recomputed in the backward.
-        cpu_offload: Keep shards, gradients and the optimizer's step on the CPU in a run on GPUs.
-        param_dtype: Dtype of gathered weights. None: that of the shards.
-        reduce_dtype: Dtype in which gradients are summed. None: param_dtype.
-        sync_batchnorm: Normalize over the global batch instead of each rank's share.
+            None frees all except those of the network's own unit, which the backward needs first. Default: None.
+        activation_checkpointing: Patterns of modules whose activations are recomputed in the backward. Default: ().
+        cpu_offload: Keep shards, gradients and the optimizer step on the CPU in a run on GPUs. Default: False.
+        param_dtype: Dtype of gathered weights. None uses the dtype of the shards. Default: None.
+        reduce_dtype: Dtype in which gradients are summed. None uses param_dtype. Default: None.
+        sync_batchnorm: Compute BatchNorm statistics over the global batch instead of each rank's part. Default: False.
     """
 
     shards_parameters = True
@@ -88,12 +89,12 @@ class FSDP(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """A dimension `shard`; one rank alone has a process group if an option has an effect there."""
+        """Demand for a mesh dimension `shard`. A single rank needs a process group only if an option affects it."""
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
         return Demand(rest="shard", group=any(options))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of patterns without a match, of offloading from a CPU, and of networks without shards."""
+        """Return errors for patterns without a match, offloading in a CPU run, and networks that cannot be sharded."""
         errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
         units: Mapping[str, nn.Module] = {}
         try:
@@ -117,7 +118,7 @@ class FSDP(Strategy):
         return errors
 
     def footprint(self, load: Load) -> Footprint:
-        """Return equal rows of each weight per rank, with two units gathered at once: the current and the next one."""
+        """Return equal shards for all ranks. Two units are gathered at the same time: the current and the next unit."""
         ranks = load.placement.data_ranks
         units = choose_units(load.network, self.shard, key=SHARD)
         gathered = unit_bytes(load, list(units), self.param_dtype)
@@ -157,10 +158,11 @@ class FSDP(Strategy):
 
 
 class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
-    """Keeps weights, gradients and optimizer state as DTensors, in shards over the data ranks.
+    """Strategy that stores weights, gradients and optimizer state as DTensors, sharded over the data ranks.
 
-    Relied on, and tested: fully_shard works with hooks around a module's call and sets the gathered parameters on the
-    module that holds them. Straight-line code that reads `_modules` tables meets both (torch 2.13).
+    Tested properties of torch 2.13: fully_shard uses hooks around a module's call, and assigns gathered parameters to
+    the module that owns them. Forward programs that read the tables `_modules` run these hooks and read the gathered
+    parameters.
     """
 
     def __init__(self, *, placement: Placement, options: FSDP) -> None:
@@ -170,7 +172,7 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        # In a second stage the network is in shards already, and the end of the first stage restored the classes.
+        # In a second stage, the network is already sharded, and the end of the first stage has restored the classes.
         self.join_statistics(network_of(self))
 
     def place_model(self) -> None:
@@ -185,7 +187,7 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
         )
         offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
         units = split_by_dtype(network, choose_units(network, options.shard, key=SHARD))
-        # fully_shard takes inner units before outer ones.
+        # fully_shard must be applied to inner units before outer ones.
         for unit in [*reversed(units.values()), network]:
             fully_shard(
                 unit,
@@ -199,7 +201,8 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
         if self.is_placed and not self.options.cpu_offload:
             super().model_to_device()
             return
-        # fully_shard moves one unit at a time, never the whole network. Offloaded shards stay on the CPU.
+        # fully_shard moves one unit at a time, so the whole network is never on the device. Offloaded shards stay on
+        # the CPU.
         move_all_but_network(module_of(self), self.root_device)
         for module in network_of(self).modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -207,10 +210,12 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
 
 
 def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[str, int]:
-    """Return the bytes of the whole weights of each unit, by its name; the network's own unit is ''.
+    """Return the bytes of the unsharded weights of each unit, by name. The network's own unit has the name ''.
 
     Args:
-        dtype: Dtype to which the weights are cast. None: their own.
+        load: Properties of the run.
+        units: Names of the units.
+        dtype: Dtype to which the weights are cast. None uses their dtype.
     """
     found = dict.fromkeys(["", *units], 0)
     for name, one in load.sizes.items():
@@ -219,7 +224,10 @@ def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[st
 
 
 def _tied_errors(network: nn.Module, units: Mapping[str, nn.Module]) -> list[ErrorDetails]:
-    """Return an error for each weight in two units: one unit would gather it, and the other use it."""
+    """Return an error for each weight that belongs to two units.
+
+    One unit would gather the weight while the other unit uses it.
+    """
     expected = "all uses of a weight in one unit"
     fix = "Leave the modules that hold it out of strategy.shard"
     return [

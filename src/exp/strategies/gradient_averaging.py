@@ -1,7 +1,7 @@
 """Averages of gradients over ranks in a few flat collectives, for runs without DistributedDataParallel.
 
-Its reducer expects one backward per forward. Phases with several backwards, and networks in parts, call
-`average_gradients` after the backward instead.
+DistributedDataParallel expects one backward per forward. Phases with several backwards, and networks split over ranks,
+call `average_gradients` after the backward instead.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from exp.errors import RunError
 from exp.strategies.whole_state import local_part
 
 T = TypeVar("T", bound=Tensor)
-# Largest size of a collective, unless one tensor is larger; the same as in DistributedDataParallel.
+# Maximum bytes per collective, unless one tensor is larger. DistributedDataParallel has the same limit.
 BUCKET_BYTES = 25 * 2**20
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup | None = None) -> None:
-    """Replace each gradient by its mean over the ranks of a process group. Every rank of it must call it.
+    """Replace each gradient by its mean over the ranks of a process group.
 
-    If only some ranks have a gradient, the others count as zeros and get the mean as well. The local part of a DTensor
-    is averaged. Without a process group, or with one rank, nothing happens.
+    Every rank of the group must call this function.
+
+    If only some ranks have a gradient, it counts as zeros on the other ranks, and these ranks get the mean, too. For a
+    DTensor, the local shard is averaged. Without a process group, or with one rank, the function does nothing.
 
     Args:
-        parameters: The same in the same order on every rank. Those that require no gradient are skipped.
-        group: None: all ranks.
+        parameters: Parameters in the same order on every rank. Parameters that require no gradient are skipped.
+        group: Process group. None means all ranks. Default: None.
 
     Raises:
         RunError: A gradient is sparse.
@@ -46,7 +48,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
     present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
     dist.all_reduce(present, group=group)
     missing = [place for place, parameter in enumerate(trained) if parameter.grad is None]
-    # Read only if a gradient is missing here, because reading waits for the device.
+    # Read only if this rank lacks a gradient, because reading waits for the device.
     counts = present.tolist() if missing else []
     for place in missing:
         if counts[place]:
@@ -55,20 +57,23 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
 
 
 def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Replace each tensor by its mean over the ranks of a process group, in place. Every rank of it must call it.
+    """Replace each tensor in place by its mean over the ranks of a process group.
+
+    Every rank of the group must call this function.
 
     Args:
         tensors: Tensors of the same shapes in the same order on every rank.
+        group: Process group. None means all ranks. Default: None.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     sent = []
     for bucket in _buckets(tensors):
         pieces = [local_part(tensor) for tensor in bucket]
-        # Divided before they are added, like in DistributedDataParallel: float16 overflows less.
+        # Divided before the sum, as in DistributedDataParallel, because float16 then overflows less.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         sent.append((pieces, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    # All collectives are started before the first one is awaited.
+    # All collectives are started before the first wait.
     for pieces, flat, work in sent:
         work.wait()
         for piece, mean in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
@@ -78,10 +83,15 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
 def broadcast_buffers(
     module: nn.Module, *, group: dist.ProcessGroup | None = None, are_saved_only: bool = False
 ) -> None:
-    """Copy the buffers of a process group's first rank to all its ranks, in place, as ddp does before each forward.
+    """Copy the buffers of a process group's first rank to all its ranks, in place.
+
+    Every rank of the group must call this function.
 
     Args:
-        are_saved_only: Skip buffers that are not in the state dict: their shapes may differ between ranks.
+        module: The module.
+        group: Process group. None means all ranks. Default: None.
+        are_saved_only: Whether to skip buffers that are not in the state dict, because their shapes may differ between
+            ranks. Default: False.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -90,7 +100,7 @@ def broadcast_buffers(
 
 
 def broadcast_state(module: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0 to all ranks, in place. Every rank must call it."""
+    """Copy the parameters and buffers of rank 0 to all ranks, in place. Every rank must call this function."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _broadcast((*module.parameters(), *module.buffers()), None)
@@ -107,7 +117,10 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> No
 
 
 def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Yield tensors of one dtype and device, of at most BUCKET_BYTES or one alone, in the same order on every rank."""
+    """Yield lists of tensors with the same dtype and device, in the same order on every rank.
+
+    A list has at most BUCKET_BYTES, or a single tensor.
+    """
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)

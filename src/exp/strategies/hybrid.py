@@ -1,4 +1,4 @@
-"""A mesh of ranks: groups of ranks that hold one model each share the batch."""
+"""Strategy for a mesh of ranks: groups of ranks that split one model, and copies or shards of these groups."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ from exp.strategies.units import scalar_errors
 
 
 class Hybrid(Strategy):
-    """Data parallel times tensor parallel, or data parallel times pipeline parallel.
+    """Strategy that combines data parallel with either tensor parallel or pipeline parallel.
 
     Args:
-        tensor: Neighboring ranks that have parts of each layer.
-        pipeline: Neighboring ranks that have different layers. Either tensor or pipeline is above 1.
-        data: What the groups of ranks do: `average` gradients like ddp, or `shard` their parts like fsdp (with tensor).
-        plan, divide, vocabulary: Options of exp.strategies.tensor_parallel.
-        schedule, stages_per_rank, microbatches, layers: Options of exp.strategies.pipeline.
+        name: Name of the strategy. Default: hybrid.
+        tensor: Number of neighboring ranks that split each layer. Default: 1.
+        pipeline: Number of neighboring ranks that have different layers. Either `tensor` or `pipeline` must be above 1.
+            Default: 1.
+        data: `average` averages gradients over the groups of ranks, like DDP. `shard` shards the parts over the groups,
+            like FSDP; it requires `tensor`. Default: average.
+        plan: See exp.strategies.tensor_parallel. Default: auto.
+        divide: See exp.strategies.tensor_parallel. Default: auto.
+        vocabulary: See exp.strategies.tensor_parallel. Default: False.
+        schedule: See exp.strategies.pipeline. Default: 1f1b.
+        stages_per_rank: See exp.strategies.pipeline. Default: None.
+        microbatches: See exp.strategies.pipeline. Default: auto.
+        layers: See exp.strategies.pipeline. Default: None.
 
     Raises:
-        ConfigError: The dimensions contradict each other, or an option has no effect on them.
+        ConfigError: The dimensions contradict each other, or an option has no effect with these dimensions.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class Hybrid(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Neighboring ranks that hold one model; a machine without a GPU tries two models."""
+        """Demand for groups of neighboring ranks that split one model. A machine without a GPU starts two groups."""
         return Demand(
             dimensions=self.dimensions,
             rest="shard" if self.shards_parameters else "replicate",
@@ -84,21 +92,21 @@ class Hybrid(Strategy):
         )
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of the model's ranks, and of parameters that cannot be sharded."""
+        """Return the errors of tensor or pipeline parallel, and of parameters that cannot be sharded."""
         scalars = scalar_errors(planned.network) if self.shards_parameters else []
         return [*scalars, *self.axis.errors(planned)]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the footprint of tensor parallel or pipeline parallel."""
+        """Return the footprint of the tensor parallel or pipeline parallel strategy."""
         return self.axis.footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return the strategy of one rank of the mesh."""
+        """Return Lightning's strategy for one rank of the mesh."""
         return self.axis.lightning(placement, rank)
 
 
 def _unused_errors(options: Mapping[str, object], axis: str) -> list[ErrorDetails]:
-    """Return an error for each option that is set although its dimension is 1: it would have no effect."""
+    """Return an error for each option that is set although its dimension is 1, because it would have no effect."""
     defaults = {key: inspect.signature(Hybrid.__init__).parameters[key].default for key in options}
     return [
         not_supported_with(key, repr(value), f"{axis}=1", str(defaults[key]), f"Leave {key} out")

@@ -1,4 +1,4 @@
-"""Layers on several devices of one process."""
+"""Strategy that places the layers of a network on several devices of one process."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ def _has_names(layers: Sequence[Sequence[str]]) -> bool:
     return bool(layers) and all(part and all(part) for part in layers)
 
 
-# Name patterns of the layers of each part, in running order.
+# Name patterns of the layers of each part, in the order of the forward.
 Layers = Annotated[
     Sequence[Sequence[str]], 'a list, each a list of texts, such as [[stem, "stage.*"], [head]]', Predicate(_has_names)
 ]
-# Terms of the objective may differentiate the step's graph, but not call layers.
+# Terms of the objective may differentiate the step's graph, but may not call layers.
 MEETS = frozenset({"retained_graph"})
 
 
 class LayerSplit(Strategy):
-    """A network that is too large for one device, on several, as in PyTorch's model-parallel tutorial.
+    """Strategy for a network that is too large for one device, as in PyTorch's model-parallel tutorial.
 
-    One part computes at a time, so this saves memory and no time; `pipeline` lets all parts compute at once.
+    The layers are split over several devices of one process. One part computes at a time, so this saves memory but no
+    time. The strategy `pipeline` computes all parts at the same time.
 
     Args:
-        layers: Name patterns of the layers of each device, in order. None: parts with similar parameter bytes.
+        name: Name of the strategy. Default: layer_split.
+        layers: Name patterns of the layers of each device, in the order of the forward. None splits the network into
+            parts with similar parameter bytes. Default: None.
     """
 
     splits_batch = False
@@ -63,11 +66,11 @@ class LayerSplit(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """All devices, in one process."""
+        """Demand for all devices in one process."""
         return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of a split that does not fit the network or the devices."""
+        """Return the errors of a split that does not match the network or the devices."""
         placement, count, layers = planned.placement, planned.placement.layers, self.layers
         if placement.world_size > 1:
             return [invalid_value("launch.nodes", placement.nodes, f"1: {self.name} is one process")]
@@ -79,7 +82,7 @@ class LayerSplit(Strategy):
         return split_errors(planned, count=count, layers=layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the part of each device."""
+        """Return the part of the network on each device, and the copies between devices."""
         count = load.placement.layers
         places = device_places(load, count=count, layers=self.layers, ranks=(0,))
         inputs = list(load.inputs)
@@ -88,12 +91,12 @@ class LayerSplit(Strategy):
         return Footprint(places=places, transfers=[Transfer(what="copies between devices", sent=sent, over=count)])
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return the strategy of one process with several devices."""
+        """Return a Lightning strategy for one process with several devices."""
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
 
 
 def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
-    """Return the reasons why the network cannot be split into so many parts."""
+    """Return the reasons why the network cannot be split into `count` parts; an empty list if it can."""
     try:
         inputs = example_arguments(planned.network, DataSpec.of(planned.settings.data))
         split(planned.network, count=count, layers=layers, inputs=inputs)
@@ -103,18 +106,21 @@ def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> li
 
 
 def carried_bytes(parts: Split, part: int, load: Load) -> int:
-    """Return the bytes of a rank's micro-batch that the parts after this one read."""
+    """Return the bytes of one rank's micro-batch that are passed from `part` to later parts."""
     values = [parts.values[name] for name in parts.values_after(part)]
     stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
     return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
 
 
 def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
-    """Return the contents of a device that holds these parts of a network.
+    """Return the contents of a device that has some parts of a network.
 
     Args:
-        own: Indices of the parts.
-        factor: Factor on the activations of a whole micro-batch that are kept at once.
+        load: Properties of the run.
+        parts: Split of the network.
+        own: Indices of the parts on the device.
+        ranks: Ranks with these contents.
+        factor: Fraction of a whole micro-batch's activations that are in memory at the same time. Default: 1.
     """
     everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
     layers = {
@@ -126,25 +132,28 @@ def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int
     return Place(
         ranks=ranks,
         held={name: one for name, one in everything.items() if name in names},
-        # Activations of the code between layers are divided evenly.
+        # Activations of code between layers are divided equally among the parts.
         activations={**layers, OBJECTIVE: last},
         rest=factor * len(own) / len(parts.parts),
     )
 
 
 def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple[int, ...]) -> list[Place]:
-    """Return the contents of each device of a rank whose network is on several."""
+    """Return the contents of each device of a rank whose network is split over several devices."""
     parts = split(load.network, count=count, layers=layers, inputs=list(load.inputs))
     return [replace(part_place(load, parts, [part], ranks=ranks), device=part) for part in range(count)]
 
 
 class SplitNetwork:
-    """A function that a step calls instead of the network: its parts one by one, each on its device.
+    """Callable that replaces the network in a step, and runs its parts in sequence, each on its device.
 
-    The inputs of each part are copied to its device without waiting. The output is on the last device.
+    The inputs of a part are copied to its device without waiting. The output is on the last device.
 
     Args:
-        cast: Casts the inputs, by name, as the precision needs.
+        network: The network.
+        parts: Split of the network.
+        devices: Device of each part.
+        cast: Function that casts the inputs, by name, to the dtypes of the precision. Default: no cast.
     """
 
     def __init__(
@@ -171,12 +180,12 @@ class SplitNetwork:
 
 
 class OverDevices(LightningStrategy):
-    """Base of Lightning strategies of one process with several devices: `class X(OverDevices, Base)`.
+    """Base class of Lightning strategies for one process with several devices: `class X(OverDevices, Base)`.
 
     The data and the loss are on the last device, like the output.
 
-    Relied on, and tested: Lightning calls `model_to_device` before it makes optimizers, and moves their state only in
-    `load_optimizer_state_dict` (lightning 2.6.6).
+    Tested properties of Lightning 2.6.6: it calls `model_to_device` before it creates optimizers, and moves optimizer
+    states only in `load_optimizer_state_dict`.
     """
 
     devices: tuple[torch.device, ...]
@@ -198,19 +207,19 @@ class OverDevices(LightningStrategy):
         super().teardown()
 
     def model_to_device(self) -> None:
-        # The whole network may not fit on one device, so it is moved in parts.
+        # Moved in parts, because the whole network may not fit on one device.
         assert self._split is not None
         move_all_but_network(module_of(self), self.devices[-1])
         place_parts(network_of(self), self._split, self.devices)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # torch puts each state on its parameter's device; Lightning would move all of them to one.
+        # torch moves each state to the device of its parameter; Lightning would move all states to one device.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
 
 def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device]) -> None:
-    """Move every parameter with its gradient, and every buffer, to the device of its part, in place."""
+    """Move each parameter with its gradient, and each buffer, to the device of its part, in place."""
     where = {name: device for part, device in zip(parts.parts, devices, strict=True) for name in part.tensors}
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
@@ -224,7 +233,7 @@ def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device
 
 
 class LayerSplitStrategy(OverDevices, SingleDeviceStrategy):
-    """A process whose network is on several devices."""
+    """Strategy of a process whose network is split over several devices."""
 
     def __init__(self, *, devices: Sequence[str], layers: Patterns | None) -> None:
         self.devices = tuple(map(torch.device, devices))

@@ -1,10 +1,10 @@
-"""Base of Lightning strategies whose ranks hold parts of one network: fsdp, tensor_parallel, hybrid, pipeline.
+"""Base class of Lightning strategies that split one network over ranks: fsdp, tensor_parallel, hybrid, pipeline.
 
-setup                  once, in fit or test: every rank has the whole network with the same numbers
-  place_model          shards or cuts it in place, in a subclass
-  setup_optimizers     of the parts; before place_model if a rank keeps only some of the parameters
-checkpoints            whole, see whole_state.py
-norms, total_norm      of whole gradients, over all ranks
+setup                  once, in fit or test: every rank has the whole network with the same values
+  place_model          shards or splits the network in place; implemented by a subclass
+  setup_optimizers     creates optimizers of the parts; before place_model if a rank keeps only some of the parameters
+checkpoints            contain whole tensors, see whole_state.py
+norms, total_norm      norms of whole gradients, over all ranks
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ NETWORK = "network."
 
 
 class ModelParallel(WholeState):
-    """Base of strategies that place parts of a network.
+    """Base class of strategies that split a network over ranks.
 
-    A subclass implements `place_model`, and also `gather`, `part` and `copies_in_model` if its parts are no DTensors.
-    If `holds_every_name` is False, the optimizers are made of the whole network and then keep the parameters of this
-    rank, so that their groups and a checkpoint's indices are those of one process.
+    A subclass implements `place_model`. If its parts are not DTensors, it also implements `gather`, `part` and
+    `copies_in_model`. If `holds_every_name` is False, the optimizers are created for the whole network and then keep
+    only this rank's parameters. Thus their groups and the indices in a checkpoint equal those of a run with one
+    process.
 
     Attributes:
-        is_placed: Whether the network is in parts.
-        is_last_backward: Whether an optimizer step follows this backward, instead of another accumulated batch.
-        data_group: Ranks with the same part of the model, one for each share of the batch.
-        model_group: Ranks with the parts of one model, which share one part of a batch.
+        is_placed: True if the network is split.
+        is_last_backward: True if an optimizer step follows the current backward, instead of another accumulated batch.
+        data_group: Ranks with the same part of the model. Each of them processes a different part of the global batch.
+        model_group: Ranks that split one model. They process the same part of the global batch.
     """
 
     data_group: dist.ProcessGroup
@@ -60,19 +61,19 @@ class ModelParallel(WholeState):
 
     @abstractmethod
     def place_model(self) -> None:
-        """Shard or cut the network in place. Called once, on every rank, with the same numbers everywhere."""
+        """Shard or split the network in place. Called once on every rank, with the same values on all ranks."""
 
     def copies(self, name: str, part: Tensor) -> int:
-        """Return the number of ranks that hold this part of a tensor: it counts once in a norm over all ranks."""
+        """Return the number of ranks that store a part of a tensor. A norm over all ranks counts the part once."""
         in_model = self.copies_in_model(name)
         if not isinstance(part, DTensor):
             return in_model * self.placement.data_ranks
-        # The mesh has the data ranks, and the ranks of one model each have one.
+        # The mesh of a DTensor contains the data ranks of this part of the model.
         sizes = [part.device_mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
         return in_model * math.prod(sizes)
 
     def copies_in_model(self, name: str) -> int:
-        """Return the number of ranks of one model that hold the same part of a tensor. Default: 1."""
+        """Return the number of ranks of one model that store the same part of a tensor. Default: 1."""
         return 1
 
     # --- placing ---
@@ -84,19 +85,23 @@ class ModelParallel(WholeState):
             self._is_grouped = True
 
     def _make_groups(self) -> None:
-        # torch needs every rank to make every group, in the same order.
+        # In torch, every rank must create every group, in the same order.
         self.model_group = dist.new_subgroups_by_enumeration(self.placement.models())[0]
         self.data_group = dist.new_subgroups_by_enumeration(self.placement.peers())[0]
         if self.placement.backend == "nccl" and not self.holds_every_name:
-            # Of all ranks: a smaller group would make the other ranks split NCCL's communicator (torch 2.13).
+            # The group contains all ranks, because a smaller group would make the other ranks split NCCL's communicator
+            # (torch 2.13).
             self.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that share the batch, for FSDP2."""
+        """Return the device mesh of the ranks that share the global batch, for FSDP2."""
         return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:
-        """Place the model, instead of wrapping it and sending the numbers of rank 0 like DDPStrategy."""
+        """Place the model.
+
+        In contrast to DDPStrategy, the module is not wrapped, and values of rank 0 are not broadcast.
+        """
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -116,12 +121,13 @@ class ModelParallel(WholeState):
             self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
-        # Attached again: after the hooks of place_model, and in a second stage, since the first one removed them.
+        # Attached after the hooks of place_model. In a second stage attached again, because the first stage removed
+        # them.
         precision_of(self).attach(module_of(self))
         if fitting and self.holds_every_name:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # All parts skip a step that one part must skip.
+        # If one part must skip a step, all parts skip it.
         assert dist.group.WORLD is not None
         precision_of(self).agree_over(dist.group.WORLD)
 
@@ -143,7 +149,7 @@ class ModelParallel(WholeState):
                 group["params"] = [left[id(old)] for old in group["params"] if id(old) in left]
 
     def _share_metrics(self) -> None:
-        """Let metrics count over the data ranks: the ranks of one model see the same samples."""
+        """Make metrics count over the data ranks only, because the ranks of one model process the same samples."""
         for module in module_of(self).modules():
             if isinstance(module, Metric):
                 module.process_group = self.data_group
@@ -152,7 +158,10 @@ class ModelParallel(WholeState):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark the backward of accumulated batches. Lightning enters it for all except the last batch."""
+        """Return a context for the backward of accumulated batches.
+
+        Lightning enters it for each batch except the last one.
+        """
         self.is_last_backward = False
         try:
             yield
@@ -172,38 +181,49 @@ class ModelParallel(WholeState):
         return super().lightning_module_state_dict()
 
     def _agree_on_buffers(self) -> None:
-        """Give all ranks the running statistics of the first share, for evaluation and checkpoints."""
+        """Copy the running statistics of the first data rank to all data ranks, for evaluation and checkpoints."""
         broadcast_buffers(module_of(self), group=self.data_group, are_saved_only=True)
 
     # --- norms ---
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the 2-norm of each whole tensor that any rank has, 0-d. Every rank must call it.
+        """Return the 2-norms of whole tensors, 0-d, by name. Every rank must call this method.
+
+        The result contains the tensors of all ranks, including those that this rank has no part of.
 
         Args:
-            tensors: This rank's parts, such as gradients, by the names of the network's parameters.
+            tensors: This rank's parts, such as gradients, by parameter name of the network.
         """
         squares = {name: self._share_of_square(f"{NETWORK}{name}", tensor)[None] for name, tensor in tensors.items()}
         return {name: total[0].sqrt() for name, total in self._reduce(squares, dist.ReduceOp.SUM, width=1).items()}
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Implement Parts: a part that several ranks hold counts once."""
+        """Return the sums of counts over all parts. A part that several ranks store counts once. See Parts."""
         once = {name: one.double() / self.copies(f"{NETWORK}{name}", tensors[name]) for name, one in found.items()}
-        # Thirds do not add up to an integer.
+        # Rounded, because for example three thirds may not add up to an integer.
         return {name: total.round() for name, total in self._reduce(once, dist.ReduceOp.SUM).items()}
 
     def maxima(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Implement Parts."""
+        """Return the maxima over all parts. See Parts."""
         return self._reduce(found, dist.ReduceOp.MAX)
 
     def _reduce(
         self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, *, width: int | None = None
     ) -> dict[str, Tensor]:
-        """Return `[K]` for each name that any rank has. width: K, the same for all names. None: unknown."""
+        """Reduce vectors of K numbers over all ranks.
+
+        Args:
+            found: Vectors `[K]` by parameter name. Ranks may have different names.
+            op: Sum or maximum.
+            width: K. None determines it by a collective. Default: None.
+
+        Returns:
+            Vectors `[K]` for each name that at least one rank has.
+        """
         places = {name.removeprefix(NETWORK): place for place, name in enumerate(self._parameter_names)}
         is_held = [float(name in found) for name in places]
         if width is None or not self.holds_every_name:
-            # A rank may have none of the parameters, and then does not know K.
+            # A rank without parameters does not know K.
             sent = [*is_held, float(max((len(one) for one in found.values()), default=0))]
             there = torch.tensor(sent, dtype=torch.float64, device=self.root_device)
             dist.all_reduce(there, op=dist.ReduceOp.MAX)
@@ -217,7 +237,7 @@ class ModelParallel(WholeState):
         return {name: values[place] for name, place in places.items() if is_held[place]}
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the 2-norm of the gradients of all parameters together, 0-d, float64. Every rank must call it."""
+        """Return the 2-norm over the gradients of all parameters, 0-d, float64. Every rank must call this method."""
         names = self._names()
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for parameter in parameters:
@@ -232,10 +252,13 @@ class ModelParallel(WholeState):
 
 
 def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return `[R, ...]` from the tensors `[...]` of R ranks, in their order. Every rank of the group must call it.
+    """Return the tensors of R ranks stacked in the order of the ranks, `[R, ...]`.
+
+    Every rank of the group must call this function.
 
     Args:
-        group: None: all ranks. A single process returns `[1, ...]`.
+        tensor: Tensor of this rank, `[...]`.
+        group: Process group. None means all ranks. A single process returns `[1, ...]`. Default: None.
     """
     if not dist.is_available() or not dist.is_initialized():
         return tensor[None]
@@ -246,5 +269,5 @@ def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> T
 
 
 def gather_data(tensor: Tensor, *, strategy: LightningStrategy) -> Tensor:
-    """Return the tensors of the ranks that share the data: one for the ranks of each model."""
+    """Return the tensors of the ranks that share the global batch, stacked. Each model contributes one tensor."""
     return gather_ranks(tensor, group=strategy.data_group if isinstance(strategy, ModelParallel) else None)

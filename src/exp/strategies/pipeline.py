@@ -1,4 +1,4 @@
-"""Pipeline parallel: each rank has some consecutive layers, and micro-batches run through all ranks at once."""
+"""Pipeline parallel strategy: ranks have consecutive layers, and compute micro-batches at the same time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from exp.strategies.strategy import Blueprint, Strategy, data_of, module_of, mov
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A schedule of torch.distributed.pipelining.
+    """Schedule of torch.distributed.pipelining.
 
     Attributes:
-        torch_name: Its name in torch.
-        stages_per_rank: Stages of each rank. None: two or more.
-        is_v: Whether stages go down the ranks and up again, so that the first rank also has the last stage.
-        needs_filling: Whether it needs at least one micro-batch per stage.
-        in_rounds: Whether it needs a multiple of the ranks as the number of micro-batches.
+        torch_name: Name of the schedule in torch.
+        stages_per_rank: Number of stages per rank. None means two or more.
+        is_v: Whether stages are assigned to the ranks in ascending and then in descending order. The first rank then
+            also has the last stage. Default: False.
+        needs_filling: Whether the schedule needs at least one micro-batch per stage. Default: False.
+        in_rounds: Whether the number of micro-batches must be a multiple of the number of ranks. Default: False.
     """
 
     torch_name: str
@@ -62,14 +63,21 @@ ESTIMATE = (
 
 
 class Pipeline(Strategy):
-    """Neighboring ranks form one pipeline, whose stages are parts of the network. There may be several pipelines.
+    """Strategy in which neighboring ranks form a pipeline, whose stages are parts of the network.
+
+    A run may have several pipelines.
 
     Args:
-        schedule: A word of SCHEDULES.
-        stages: Parts of the network. None: one per entry of `layers`, or `stages_per_rank` per rank.
-        stages_per_rank: Stages of each rank. None: 1, or 2 for a schedule with several.
-        microbatches: Micro-batches of a rank's share of a batch. `auto`: a number that divides the share.
-        layers: Name patterns of the layers of each stage, in order. None: stages with similar parameter bytes.
+        name: Name of the strategy. Default: pipeline.
+        schedule: Key of SCHEDULES. Default: 1f1b.
+        stages: Number of parts of the network. None uses one per entry of `layers`; without `layers`, `stages_per_rank`
+            per rank. Default: None.
+        stages_per_rank: Number of stages per rank. None uses 1, or 2 for a schedule with several stages per rank.
+            Default: None.
+        microbatches: Number of micro-batches into which a rank's part of a batch is split. `auto` selects a number that
+            divides the part. Default: auto.
+        layers: Name patterns of the layers of each stage, in the order of the forward. None splits the network into
+            stages with similar parameter bytes. Default: None.
     """
 
     splits_layers = True
@@ -90,7 +98,7 @@ class Pipeline(Strategy):
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages
-        # Without a number of stages all ranks form one pipeline.
+        # If the number of stages is not set, all ranks form one pipeline.
         self.splits_batch = self.stages is not None
         self.stages_per_rank = stages_per_rank or self.schedule.stages_per_rank or 2
         self.microbatches: int | Literal["auto"] = microbatches
@@ -98,14 +106,14 @@ class Pipeline(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """The ranks of one pipeline: all ranks if the number of stages is not set."""
+        """Demand for the ranks of one pipeline: all ranks if the number of stages is not set."""
         if self.stages is None:
             return Demand(rest="pipeline")
         ranks = self.stages // self.stages_per_rank
         return Demand(dimensions=Dimensions(pipeline=ranks), cpu_devices=ranks)
 
     def microbatches_of(self, batch_size: int, ranks: int) -> int:
-        """Return the number of micro-batches of a rank's share of `batch_size` samples."""
+        """Return the number of micro-batches into which a rank's `batch_size` samples are split."""
         return count_micro_batches(
             self.microbatches,
             batch_size=batch_size,
@@ -115,13 +123,13 @@ class Pipeline(Strategy):
         )
 
     def owners(self, ranks: int) -> list[int]:
-        """Return the index in the pipeline of the rank of each stage."""
+        """Return for each stage the index of its rank within the pipeline."""
         if self.schedule.is_v:
             return [*range(ranks), *reversed(range(ranks))]
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of batches and layers that a pipeline does not support."""
+        """Return errors for batches and layers that a pipeline does not support."""
         ranks = planned.placement.model_ranks
         if planned.placement.world_size == 1:
             return [invalid_value("launch.devices", 1, "2 or more ranks, each with a part", "Write strategy=single")]
@@ -129,7 +137,7 @@ class Pipeline(Strategy):
         return errors + split_errors(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the stages of each rank, and the activations of the micro-batches that are computed at once."""
+        """Return the stages of each rank, and the activations of micro-batches that are in memory at the same time."""
         placement, ranks = load.placement, load.placement.model_ranks
         owners = self.owners(ranks)
         parts = split(load.network, count=len(owners), layers=self.layers, inputs=list(load.inputs))
@@ -137,7 +145,7 @@ class Pipeline(Strategy):
         places = []
         for rank in range(placement.world_size):
             own = [stage for stage, owner in enumerate(owners) if owner == rank % ranks]
-            # One forward, one backward: a stage keeps as many micro-batches as stages follow, including itself.
+            # In 1F1B, a stage keeps the activations of as many micro-batches as stages follow it, plus one.
             waiting = min(count, ranks - rank % ranks) if self.schedule_word == "1f1b" else count
             places.append(part_place(load, parts, own, ranks=(rank,), factor=waiting / max(count, 1)))
         edges = [carried_bytes(parts, stage, load) for stage in range(len(owners) - 1)]
@@ -153,13 +161,13 @@ class Pipeline(Strategy):
             transfers=transfers,
             work=1 / ranks,
             calls=count / ranks,
-            # The pipeline fills and drains (Huang et al. 2019, GPipe).
+            # Idle time while the pipeline fills and drains (Huang et al. 2019, GPipe).
             waiting=(count + ranks - 1) / max(count, 1),
             notes=(ESTIMATE,),
         )
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return the strategy of one rank of a pipeline."""
+        """Return a Lightning strategy for one rank of a pipeline."""
         return PipelineStrategy(placement=placement, plan=self)
 
     def _batch_errors(self, planned: Blueprint, ranks: int) -> list[ErrorDetails]:
@@ -180,7 +188,7 @@ class Pipeline(Strategy):
         if normed and (count > 1 or pipelines > 1):
             because = f"with {len(normed)} layers of batch normalization, such as {normed[0]}"
             fix = "Or use a model with layer or group normalization"
-            # The statistics of a part of the batch are different.
+            # Statistics over a part of the batch differ from those of the batch.
             if count > 1:
                 expected = "1: they would normalize over each micro-batch (strategy.schedule=gpipe takes one)"
                 errors.append(invalid_value(MICROBATCHES, count, expected, fix, because=because))
@@ -211,20 +219,26 @@ def _option_errors(
 
 
 class Pipelined(Protocol):
-    """The module of a pipelined run."""
+    """Interface of the training module of a pipelined run."""
 
     def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
-        """Use the stages of the split network. count: Micro-batches of a share."""
+        """Use the stages of a split network.
+
+        Args:
+            stages: Stages of this rank.
+            split: Split of the network.
+            count: Number of micro-batches into which a rank's part of a batch is split.
+        """
 
 
 class PipelineStrategy(ModelParallel):
-    """A rank of a pipeline.
+    """Strategy of one rank of a pipeline.
 
-    Each rank reads the whole network, splits it, and keeps the parameters of its stages. Checkpoints are whole
-    (whole_state.py).
+    Each rank builds the whole network, splits it, and keeps the parameters of its stages. Checkpoints contain whole
+    tensors (whole_state.py).
 
     Attributes:
-        stages: The stages of this rank. None before the model is placed.
+        stages: Stages of this rank; None before the model is placed.
     """
 
     holds_every_name = False
@@ -238,7 +252,7 @@ class PipelineStrategy(ModelParallel):
         if self.stages is not None:
             super().model_to_device()
             return
-        # The whole network may not fit on the device: place_model moves only the rank's own layers.
+        # The whole network may not fit on the device. Later, place_model moves only the layers of this rank.
         move_all_but_network(module_of(self), self.root_device)
 
     def place_model(self) -> None:
@@ -268,7 +282,7 @@ class PipelineStrategy(ModelParallel):
 
 
 def keep_only(network: nn.Module, names: set[str]) -> None:
-    """Set all other parameters and buffers of a network to None; its layers stay."""
+    """Set the parameters and buffers whose names are not in `names` to None. The layers remain in the network."""
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -1,13 +1,14 @@
-"""The stages of one rank of a pipeline, and how micro-batches run through them.
+"""Stages of one rank of a pipeline, and the functions that run micro-batches through the stages.
 
-Training uses a schedule of torch.distributed.pipelining for each shape of micro-batches, because its buffers have fixed
-sizes. Evaluation runs the forward stage by stage: torch 2.13 has no forward of the V schedules.
+Training uses one schedule of torch.distributed.pipelining per shape of micro-batches, because its buffers have fixed
+sizes. Evaluation runs the forward stage by stage, because torch 2.13 has no forward-only run of the V schedules.
 
-Every rank of a pipeline has the batch, so the batch is not sent. torch passes the number of a micro-batch to a stage,
-which looks up the inputs. The values that later stages read are sent.
+Every rank of a pipeline loads the batch, so the batch is not sent. torch passes the number of a micro-batch to each
+stage, which looks up the inputs. Values that later stages need are sent.
 
-Relied on, and tested: before the first micro-batch, torch infers what a new schedule sends from one forward of each
-stage and one call of the loss (`PipelineStage` in dynamic mode, torch 2.13). They have no effect here.
+Tested property of torch 2.13: before the first micro-batch, a new schedule runs one forward of each stage and one call
+of the loss. It infers the shapes of the sent tensors from them (`PipelineStage` in dynamic mode). These calls change no
+state in this module.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ Inputs = Mapping[str, object]
 Context = Callable[[], AbstractContextManager[object]]
 Shape = tuple[object, ...]
 CPU = torch.device("cpu")
-# Largest number of schedules that are kept with their buffers.
+# Maximum number of schedules that are kept in memory with their buffers.
 KEPT = 8
-# Micro-batches per rank: the GPipe paper finds little idle time from 4 on (Huang 2019, section 2.3).
+# Wanted number of micro-batches per rank. According to the GPipe paper, the idle time is small for 4 or more (Huang
+# 2019, section 2.3).
 WISH = 4
 
 
 class Stage:
-    """A part of the network, as a function of the tensors that are sent to it.
+    """Part of the network as a function of the tensors that are sent to it.
 
     Args:
-        around: Context of a forward, such as autocast.
+        network: The network.
+        split: Split of the network.
+        index: Index of the stage in the pipeline.
+        around: Function that returns a context for the forward, such as autocast.
     """
 
     def __init__(self, network: nn.Module, split: Split, index: int, *, around: Context) -> None:
@@ -54,14 +59,14 @@ class Stage:
         self.takes = split.values_after(index - 1) if index else ()
         self.gives = split.values_after(index)
         self.is_last = index == len(split.parts) - 1
-        # Structure of the network's output, known after the first forward.
+        # Structure of the network's output; known after the first forward.
         self.output: object = None
         own = set(self.part.tensors)
         self.parameters = [parameter for name, parameter in network.named_parameters() if name in own]
         self.buffers = [name for name, _ in network.named_buffers() if name in own]
 
     def run(self, received: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return the tensors that later stages read, or those of the network's output from the last stage."""
+        """Return the tensors that later stages need. The last stage returns the tensors of the network's output."""
         tensors = iter(received)
         values: dict[str, object] = {name: _fill(self.split.values[name], tensors) for name in self.takes}
         read = [inputs[name] for name in self.part.inputs] + [values[name] for name in self.part.takes]
@@ -70,25 +75,25 @@ class Stage:
         if self.is_last:
             self.output = map_tensors(result, lambda _: TENSOR)
             return tuple(tensors_in(result))
-        # A value that is only passed on becomes a new tensor for autograd: this stage may read it as well.
+        # If this stage also uses a value that it passes on, autograd needs a separate tensor for the passed value.
         values = map_tensors(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
         return tuple(tensor.contiguous() for name in self.gives for tensor in tensors_in(values[name]))
 
     def whole_output(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the network's output with these tensors."""
+        """Return the network's output, rebuilt from its tensors."""
         return _fill(self.output, iter(tensors))
 
 
 class Stages:
-    """A rank of a pipeline.
+    """Stages of one rank of a pipeline.
 
     Args:
         stages: Stages of this rank, in order.
-        owner: Index in the group of the rank of each stage of the pipeline.
-        group: Ranks of the pipeline.
+        owner: For each stage of the pipeline, the index of its rank in the group.
+        group: Process group of the pipeline.
         device: Device of this rank.
-        schedule: torch's name of the schedule, such as 1F1B.
+        schedule: Name of the schedule in torch, such as 1F1B.
     """
 
     def __init__(
@@ -106,21 +111,25 @@ class Stages:
         self._schedules: dict[Shape, _Scheduled] = {}
 
     def broadcast_output(self, value: Data) -> Data:
-        """Return the value of the rank with the network's output. Every rank of the pipeline must call it."""
+        """Return the value of the rank that has the network's output.
+
+        Every rank of the pipeline must call this method.
+        """
         found = [value]
         source = dist.get_global_rank(self.group, self.owner[-1])
         dist.broadcast_object_list(found, src=source, group=self.group, device=self.device)
         return found[0]
 
     def train(self, inputs: Sequence[Inputs], loss: Callable[[Any, int], tuple[Tensor, Note]]) -> list[Note]:
-        """Run the forwards and backwards of all micro-batches, and add the gradients up in the parameters.
+        """Run forward and backward of all micro-batches. The gradients are added to the parameters' gradients.
 
         Args:
             inputs: Inputs of the network for each micro-batch.
-            loss: Maps an output and the number of its micro-batch to a loss, 0-d, and a note.
+            loss: Function of an output and the number of its micro-batch. It returns the loss, 0-d, and an additional
+                result.
 
         Returns:
-            The notes of all micro-batches on the rank with the network's output; nothing on other ranks.
+            Additional results of all micro-batches on the rank with the network's output; an empty list on other ranks.
         """
         key = (len(inputs), _shapes(inputs[0]))
         scheduled = self._schedules.pop(key, None) or _Scheduled(self, len(inputs))
@@ -130,9 +139,9 @@ class Stages:
         return scheduled.step(inputs, loss)
 
     def evaluate(self, inputs: Inputs) -> Any:
-        """Return the network's output for a whole batch on the rank with the last stage, and None on other ranks.
+        """Return the network's output for a whole batch on the rank with the last stage; None on other ranks.
 
-        The stages run one after another. A rank that has sent its output may start the next batch.
+        The stages run in sequence. A rank that has sent its output may start the next batch.
         """
         place = dist.get_rank(self.group)
         tensors: tuple[Tensor, ...] = ()
@@ -145,13 +154,13 @@ class Stages:
             tensors = stage.run(tensors, inputs)
             if not stage.is_last and (target := self.owner[stage.index + 1]) != place:
                 target = dist.get_global_rank(self.group, target)
-                # Sent from the CPU, because a pickled tensor names the device of its rank.
+                # Sent from the CPU, because a pickled tensor contains the device of its rank.
                 dist.send_object_list([move_tensors(tensors, CPU)], dst=target, group=self.group, device=self.device)
         return self.stages[-1].whole_output(tensors) if self.has_output else None
 
 
 class _Scheduled:
-    """A schedule of torch, for micro-batches of one shape."""
+    """Schedule of torch for micro-batches of one shape."""
 
     def __init__(self, stages: Stages, count: int) -> None:
         self.count = count
@@ -164,7 +173,8 @@ class _Scheduled:
             for module in self.modules
         ]
         kind = get_schedule_class(stages.schedule)
-        # The loss is weighted already: torch's mean over unequal micro-batches would not be the batch's.
+        # Gradients are not scaled, because the loss is already weighted. torch's mean over unequal micro-batches would
+        # differ from the batch's mean.
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(made[0] if single else made, count, loss_fn=self._loss, scale_grads=False)
 
@@ -176,7 +186,7 @@ class _Scheduled:
             self.schedule.step(number=numbers, target=numbers if last else None, return_outputs=False)
         finally:
             self.inputs, self.loss = (), None
-        # By number: the note of torch's inference was overwritten by the real first micro-batch.
+        # Stored by number, so that the first micro-batch overwrites the result of torch's shape inference.
         return [cast(Note, self.notes[number]) for number in sorted(self.notes)]
 
     def _loss(self, output: Tensor | tuple[Tensor, ...], number: Tensor) -> Tensor:
@@ -188,7 +198,7 @@ class _Scheduled:
 
 
 class _StageModule(nn.Module):
-    """A stage in the form that torch's schedules call."""
+    """Module that wraps a stage, because torch's schedules call modules."""
 
     stage: Stage
     scheduled: _Scheduled
@@ -199,7 +209,7 @@ class _StageModule(nn.Module):
         self._is_inferring = True
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stage: the network is no submodule."""
+        """Yield the parameters of the stage. They must be listed because the network is not a submodule."""
         return iter(self.stage.parameters)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
@@ -210,7 +220,8 @@ class _StageModule(nn.Module):
         if not self._is_inferring:
             return self.stage.run(received, inputs)
         self._is_inferring = False
-        # torch infers the shapes. Running statistics must not count these samples twice, so copies are updated.
+        # torch infers the shapes. Running statistics must not count these samples twice, so copies of the buffers are
+        # updated.
         network, names = self.stage.network, self.stage.buffers
         before = {name: network.get_buffer(name) for name in names}
         set_buffers(network, {name: buffer.clone() for name, buffer in before.items()})
@@ -221,7 +232,7 @@ class _StageModule(nn.Module):
 
 
 def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Replace buffers by their full names."""
+    """Replace buffers, given by their full names."""
     for name, buffer in buffers.items():
         owner, _, own = name.rpartition(".")
         setattr(network.get_submodule(owner), own, buffer)
@@ -233,11 +244,11 @@ def _shapes(inputs: Inputs) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Generic[Data]):
-    """A micro-batch of a share. All of them have the same size, as a schedule needs.
+    """Micro-batch of a rank's batch. All micro-batches have the same length, because a schedule requires it.
 
     Attributes:
-        data: A slice of the share's data.
-        size: Samples that count; the others repeat the last sample.
+        data: Slice of the batch's data.
+        size: Number of actual samples. The remaining samples repeat the last sample.
     """
 
     data: Data
@@ -247,12 +258,15 @@ class MicroBatch(Generic[Data]):
 def count_micro_batches(
     wish: int | Literal["auto"], *, batch_size: int, ranks: int, least: int, multiple_of: int
 ) -> int:
-    """Return the number of micro-batches of a rank's share of `batch_size` samples.
+    """Return the number of micro-batches into which a rank's `batch_size` samples are split.
 
     Args:
-        wish: The number, or `auto` for the largest one that divides the share, up to 4 per rank of the pipeline.
+        wish: Number of micro-batches. `auto` selects the largest number that divides the samples, up to 4 per rank of
+            the pipeline.
+        batch_size: Number of samples of the rank.
+        ranks: Number of ranks of the pipeline.
         least: Smallest number that the schedule supports.
-        multiple_of: Divisor of the number that the schedule needs.
+        multiple_of: Number by which the result must be divisible.
     """
     if wish != "auto":
         return wish
@@ -263,7 +277,10 @@ def count_micro_batches(
 
 
 def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
-    """Return `size` samples in `count` micro-batches of one size. The last ones may repeat the last sample."""
+    """Return `size` samples split into `count` micro-batches of equal length.
+
+    The last ones may repeat the last sample.
+    """
     each = -(-size // count)
     found = []
     for place in range(count):
@@ -279,7 +296,7 @@ def keep_samples(output: Data, size: int) -> Data:
 
 
 def _fill(kind: object, tensors: Iterator[Tensor]) -> Any:
-    """Return a value of this structure whose tensors are replaced by the next ones."""
+    """Return a value with the structure of `kind`, whose tensors are taken from `tensors` in order."""
     return map_tensors(kind, lambda _: next(tensors))
 
 

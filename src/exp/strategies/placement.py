@@ -1,13 +1,14 @@
-"""The number of a run's ranks, their devices and their backend.
+"""Placement of a run: its number of ranks, their devices and their backend.
 
 placement(strategy, devices=..., nodes=..., accelerator=..., demand=...)      before the launch, for the check
-adopt_placement(rank, strategy, devices=..., ...)                             on a rank, from what its launcher started
+adopt_placement(rank, strategy, devices=..., ...)                             on a rank, given the ranks that were
+started
 
-A strategy fixes some Dimensions and names the one that takes the remaining devices: `hybrid` with tensor=2 on 8 devices
-has replicate=4 and tensor=2.
+A strategy fixes some Dimensions and names the dimension that takes the remaining devices. For example, `hybrid` with
+tensor=2 on 8 devices has replicate=4 and tensor=2.
 
-Ranks that share one part of a batch (tensor or pipeline parallel) are neighbors: with tensor=2, ranks 0 and 1 have the
-first share, ranks 2 and 3 the second.
+Ranks that split one model (tensor or pipeline parallel) are neighbors and process the same part of a batch. With
+tensor=2, ranks 0 and 1 process the first part, and ranks 2 and 3 the second part.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any, Literal, cast
 from exp.errors import ErrorDetails, config_error, invalid_value, not_supported_with, raise_errors
 from exp.strategies.rank import Rank
 
-# Two, so that ddp can be tried on a laptop. Not more, because they share its cores.
+# Default number of CPU ranks. Two are enough to try DDP on a laptop; more would compete for its cores.
 CPU_RANKS = 2
-# Ranks that share a core only test a strategy. Each is a process of half a gigabyte.
+# CPU ranks per core, only to test a strategy. Each rank is a process of half a gigabyte.
 RANKS_OF_A_CORE = 4
-# This many are allowed on any machine.
+# Number of CPU ranks that is allowed on any machine.
 CPU_RANKS_AT_LEAST = 16
 
 Accelerator = Literal["cpu", "cuda", "mps"]
@@ -33,13 +34,13 @@ Devices = int | Literal["auto"] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The devices of this machine.
+    """Devices of this machine.
 
     Attributes:
-        gpus: Visible CUDA devices.
-        mps: Whether torch can use Apple's GPU.
-        nccl: Whether torch has NCCL.
-        cores: CPU cores that this process may use. None: unknown, no limit.
+        gpus: Number of visible CUDA devices.
+        mps: Whether torch can use Apple's GPU. Default: False.
+        nccl: Whether torch includes NCCL. Default: True.
+        cores: Number of CPU cores that this process may use; None if unknown. Default: None.
     """
 
     gpus: int
@@ -50,13 +51,15 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """The sizes of a run's placement. There are replicate x shard x tensor x pipeline ranks.
+    """Sizes of a run's placement. The number of ranks is replicate x shard x tensor x pipeline.
 
-    replicate: ranks, or groups of ranks, that hold the same weights and share the batch.
-    shard: ranks, or groups of ranks, that keep parts of the same weights and share the batch.
-    tensor: ranks that compute parts of each layer, on one share of the batch.
-    pipeline: ranks that hold different layers, on one share of the batch.
-    layers: devices of each rank, over which its layers are split or its replicas run.
+    Attributes:
+        replicate: Number of ranks, or groups of ranks, that have the same weights and share the batch. Default: 1.
+        shard: Number of ranks, or groups of ranks, that store shards of the same weights and share the batch. Default:
+            1.
+        tensor: Number of ranks that split each layer and process the same part of the batch. Default: 1.
+        pipeline: Number of ranks that have different layers and process the same part of the batch. Default: 1.
+        layers: Number of devices per rank, over which the rank splits its layers or runs replicas. Default: 1.
     """
 
     replicate: int = 1
@@ -71,20 +74,23 @@ class Dimensions:
 
     @property
     def data_ranks(self) -> int:
-        """The number of shares into which each global batch is split."""
+        """Number of parts into which each global batch is split."""
         return self.replicate * self.shard
 
     @property
     def model_ranks(self) -> int:
-        """The number of neighboring ranks that work on one share of a batch together."""
+        """Number of neighboring ranks that split one model and process the same part of a batch."""
         return self.tensor * self.pipeline
 
     def models(self) -> list[list[int]]:
-        """Return the ranks of each model, which work on one share of a batch."""
+        """Return the ranks of each model. The ranks of a model process the same part of a batch."""
         return [list(range(first, first + self.model_ranks)) for first in range(0, self.world_size, self.model_ranks)]
 
     def peers(self) -> list[list[int]]:
-        """Return the ranks that have the same place in their models, one for each share of a batch."""
+        """Return the groups of ranks that have the same position in their models.
+
+        They process different parts of a batch.
+        """
         return [list(ranks) for ranks in zip(*self.models(), strict=True)]
 
 
@@ -93,14 +99,15 @@ Dimension = Literal["replicate", "shard", "tensor", "pipeline", "layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The devices that a strategy needs.
+    """Devices that a strategy needs.
 
     Attributes:
-        dimensions: Sizes that the strategy fixes; the others are 1.
-        rest: Dimension that takes the remaining devices. None: no more devices are supported.
-        cpu_devices: Devices that `launch.devices: auto` takes on a machine without a GPU.
-        group: Whether a single rank needs a process group.
-        adapts: Whether the machine decides between `single` and `ddp`.
+        dimensions: Sizes that the strategy fixes; the other sizes are 1.
+        rest: Dimension that takes the remaining devices. None means that further devices are not supported. Default:
+            replicate.
+        cpu_devices: Number of devices for `launch.devices: auto` on a machine without a GPU. Default: 2.
+        group: Whether a single rank needs a process group. Default: False.
+        adapts: Whether the strategy is `single` or `ddp`, depending on the machine. Default: False.
     """
 
     dimensions: Dimensions = Dimensions()
@@ -116,12 +123,14 @@ DEVICES, ACCELERATOR = "launch.devices", "launch.accelerator"
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Dimensions):
-    """A run's dimensions and devices.
+    """Dimensions and devices of a run.
 
     Attributes:
-        strategy: Word of the config, with "single" or "ddp" instead of `auto`. For messages.
-        backend: "gloo" or "nccl". None: no process group.
-        device_indices: GPUs of each node in the order of the local ranks; empty on CPU and MPS.
+        strategy: Name of the strategy in the config, with "single" or "ddp" instead of `auto`. For messages.
+        accelerator: Type of the devices.
+        backend: "gloo" or "nccl"; None without a process group.
+        nodes: Number of nodes.
+        device_indices: Indices of the GPUs on each node, in the order of the local ranks. Empty on CPU and MPS.
     """
 
     strategy: str
@@ -135,7 +144,7 @@ class Placement(Dimensions):
         return self.world_size // self.nodes
 
     def data_rank(self, global_rank: int) -> int:
-        """Return the share of each batch that a rank works on."""
+        """Return the index of the part of each batch that a rank processes."""
         return global_rank // self.model_ranks
 
     def device(self, local_rank: int) -> str:
@@ -143,7 +152,7 @@ class Placement(Dimensions):
         return self.devices(local_rank)[0] if self.accelerator == "cuda" else self.accelerator
 
     def devices(self, local_rank: int) -> tuple[str, ...]:
-        """Return torch's names of all devices of a local rank. "cpu:0" and "cpu:1" both name the CPU."""
+        """Return torch's names of all devices of a local rank. On a CPU, "cpu:0" and "cpu:1" are the same device."""
         indices: Sequence[int] = range(self.layers)
         if self.accelerator == "cuda":
             indices = self.device_indices[local_rank * self.layers : (local_rank + 1) * self.layers]
@@ -151,7 +160,7 @@ class Placement(Dimensions):
 
 
 def this_machine() -> Machine:
-    """Return the devices that torch finds, without starting CUDA in this process."""
+    """Return the devices that torch detects, without initializing CUDA in this process."""
     import torch
     import torch.distributed
 
@@ -172,12 +181,15 @@ def placement(
 ) -> Placement:
     """Return the placement of a run. The values have the types that exp.config.settings declares for `launch`.
 
-    `devices: auto` takes all GPUs, or the strategy's `cpu_devices` on a machine without a GPU.
-
     Args:
         strategy: `strategy.name` of the config, for messages.
-        backend: Backend of the process group. `auto`: NCCL between GPUs, gloo between CPU ranks.
-        machine: Devices of the machine. None: those that torch finds.
+        devices: Devices per node. `auto` uses all GPUs, or the strategy's `cpu_devices` on a machine without a GPU.
+            Default: auto.
+        nodes: Number of nodes. Default: 1.
+        accelerator: `cpu`, `cuda`, `mps` or `auto`. Default: auto.
+        backend: Backend of the process group. `auto` uses NCCL between GPUs, and gloo between CPU ranks. Default: auto.
+        demand: Devices that the strategy needs. Default: one rank per device, with a copy of the network.
+        machine: Devices of the machine. None detects them by torch. Default: None.
 
     Raises:
         ConfigError: All errors of these keys.
@@ -210,15 +222,21 @@ def adopt_placement(
     demand: Demand = DEFAULT_DEMAND,
     **where: Any,
 ) -> Placement:
-    """Return the placement of a rank that its launcher has started already.
+    """Return the placement of a rank that a launcher has already started.
 
-    `devices: auto` and `nodes: 1` accept any number, so that the numbers of torchrun and SLURM are not repeated.
+    `devices: auto` and `nodes: 1` accept any number, so that the config need not repeat the numbers of torchrun or
+    SLURM.
 
     Args:
+        rank: Rank of this process.
+        strategy: `strategy.name` of the config, for messages.
+        devices: Devices per node. Default: auto.
+        nodes: Number of nodes. Default: 1.
+        demand: Devices that the strategy needs.
         where: Other parameters of `placement`.
 
     Raises:
-        ConfigError: The config needs other numbers than were started.
+        ConfigError: The config requires other numbers than the launcher started.
     """
     if demand.rest == "layers":
         if rank.world_size > 1:
@@ -238,7 +256,7 @@ def adopt_placement(
             expected = f"the ranks that were started: {started} on each of {rank.nodes} nodes"
             fix = f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1"
             raise config_error(f"launch.{name}", got=value, expected=expected, fix=fix)
-        # Lists keep their indices; `auto` becomes the number that was started.
+        # Lists keep their indices. `auto` becomes the number of ranks that were started.
         devices = started * each if devices == "auto" or rank.is_confined else devices
         nodes = rank.nodes
     return placement(strategy, devices=devices, nodes=nodes, demand=demand, **where)
@@ -253,14 +271,14 @@ def _accelerator(demand: Demand, devices: Devices, accelerator: str, machine: Ma
         return cast(Accelerator, accelerator)
     if machine.gpus:
         return "cuda"
-    # Ranks cannot communicate from Apple's GPU, so it is for strategies with one device.
+    # Apple's GPU does not support communication between ranks, so it is used only for strategies with one device.
     if machine.mps and (demand.adapts or demand.rest is None) and devices in ("auto", 1):
         return "mps"
     return "cpu"
 
 
 def _count(devices: Devices, accelerator: Accelerator, machine: Machine, demand: Demand) -> int:
-    """Return the number of devices of each node."""
+    """Return the number of devices per node."""
     if devices != "auto":
         return _number(devices)
     if demand.rest is None:
@@ -269,7 +287,10 @@ def _count(devices: Devices, accelerator: Accelerator, machine: Machine, demand:
 
 
 def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dimensions:
-    """Return the dimensions of all ranks. Raise ConfigError if a dimension does not divide the devices."""
+    """Return the dimensions of a run.
+
+    Raise ConfigError if the number of devices is not divisible by a fixed dimension.
+    """
     fixed = demand.dimensions
     if demand.rest == "layers":
         fixed = replace(fixed, layers=count)

@@ -1,7 +1,7 @@
-"""The process group of a run, created before Lightning, so that Lightning uses it and opens no port.
+"""Process group of a run, created before Lightning, so that Lightning uses it and opens no port.
 
-On one machine its store is a file in the run directory and its sockets are on loopback: no other machine can reach it.
-Under torchrun and SLURM the ranks meet at the given address.
+On a single machine, the store of the group is a file in the run directory, and its sockets use loopback. Other machines
+cannot connect. Under torchrun and SLURM, the ranks meet at the given address.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ def join(
     network_interface: str | None = None,
     high_priority_stream: bool = False,
 ) -> None:
-    """Create the process group of a run of several ranks, or of one rank if its strategy needs it.
+    """Create the process group of a run with several ranks, or with one rank if the strategy needs a group.
 
     Args:
-        timeout_seconds: Time that a rank waits for the others, here and in a collective.
-        network_interface: Interface between nodes. None: chosen by gloo and NCCL.
-        high_priority_stream: Whether NCCL's kernels run before those of the network.
+        rank: Rank of this process.
+        placement: Placement of the run.
+        timeout_seconds: Maximum time in seconds that a rank waits for other ranks, at the start and in a collective.
+        network_interface: Network interface between nodes. None lets gloo and NCCL choose. Default: None.
+        high_priority_stream: Whether NCCL's kernels have priority over those of the network. Default: False.
 
     Raises:
         RunError: This machine has no such interface.
@@ -65,14 +67,14 @@ def join(
 
 
 def global_rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
+    """Return the global rank of this process; 0 without a process group."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def meet() -> None:
-    """Wait for all ranks, so that no rank exits while another still communicates with it."""
+    """Wait for all ranks, so that no rank exits while other ranks still communicate with it."""
     if "torch.distributed" not in sys.modules:
         return  # there is no process group, and importing torch would take a second
     import torch.distributed
@@ -98,11 +100,14 @@ def _set_interface(interface: str | None) -> None:
 
 
 def _set_rendezvous_address() -> None:
-    """Set the address for SLURM, which names only its nodes: the first node, and a port from the job's number."""
+    """Set the address of the process group under SLURM, which provides only the names of the nodes.
+
+    The address is the first node, and a port computed from the job's number.
+    """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-    # One port per job, so that two jobs on a node do not connect to each other.
+    # The port depends on the job, so that two jobs on a node do not connect to each other.
     os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_NODELIST"])
     os.environ["MASTER_PORT"] = str(15_000 + int(os.environ["SLURM_JOB_ID"]) % 10_000)

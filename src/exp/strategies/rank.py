@@ -1,6 +1,6 @@
-"""The rank of this process, read from the environment variables of its launcher.
+"""Rank of this process, read from the environment variables of its launcher.
 
-Only exp.worker reads them: in other processes the variables may belong to another job.
+Only exp.worker reads these variables. In other processes they may belong to another job.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ STORE = "EXP_STORE"
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A process of a run.
+    """Identity of one process of a run.
 
     Attributes:
-        global_rank: 0 to world_size - 1, over all nodes.
-        local_rank: 0 to local_world_size - 1, on this node.
-        store: File of the process group's FileStore. None: ranks meet by env://.
-        is_confined: Whether it is one of several ranks on its node and sees only its own devices, as with SLURM's
-            --gpus-per-task. Such a rank counts as a node with one rank.
+        global_rank: Rank over all nodes, from 0 to world_size - 1.
+        local_rank: Rank on this node, from 0 to local_world_size - 1.
+        world_size: Number of ranks over all nodes.
+        local_world_size: Number of ranks on this node.
+        node_rank: Number of this node, counted from 0. Default: 0.
+        store: File of the process group's FileStore. None means that ranks meet by env://. Default: None.
+        is_confined: Whether this rank is one of several on its node but sees only its assigned devices, as with SLURM's
+            --gpus-per-task. Such a rank counts as a node with one rank. Default: False.
     """
 
     global_rank: int
@@ -41,7 +44,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """True if the rank writes reports and shows progress."""
+        """True for the rank that writes reports and shows progress."""
         return self.global_rank == 0
 
 
@@ -49,9 +52,9 @@ ALONE = Rank(global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank that exp's launcher, torchrun or SLURM gave this process, or ALONE.
+    """Return the rank that exp's launcher, torchrun or SLURM assigned to this process; ALONE without a launcher.
 
-    torchrun comes first, because it may run inside a SLURM job.
+    Variables of torchrun have priority, because torchrun may run inside a SLURM job.
 
     Raises:
         RunError: The variables contradict each other.
@@ -84,7 +87,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rank:
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    # A shell inside an allocation has the same variables and is no task.
+    # A shell inside an allocation has the same variables, but is not a task.
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and not interactive
 
@@ -92,7 +95,7 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 def _slurm(environment: Mapping[str, str]) -> Rank:
     world_size, global_rank = _number(environment, "SLURM_NTASKS"), _number(environment, "SLURM_PROCID")
     local_world_size = max(1, world_size // max(1, _number(environment, "SLURM_NNODES", default=1)))
-    # A task with --gpus-per-task sees fewer GPUs than its node has tasks, and the first one is cuda:0.
+    # A task with --gpus-per-task sees fewer GPUs than its node has tasks. Its first GPU is cuda:0.
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     is_confined = bool(visible) and len(visible.split(",")) < local_world_size
     return Rank(

@@ -1,4 +1,4 @@
-"""A single device."""
+"""Strategy for a single device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from exp.strategies.strategy import Strategy
 
 
 class Single(Strategy):
-    """A single device, even if the machine has more."""
+    """Strategy that uses a single device, even if the machine has more."""
 
     splits_batch = False
     steps_once = False
 
     @property
     def demand(self) -> Demand:
-        """A single device."""
+        """Demand for a single device."""
         return Demand(rest=None)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Raise RunError: several ranks are never `single`."""
+        """Raise RunError, because this method is called only for several ranks, which `single` does not support."""
         raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")

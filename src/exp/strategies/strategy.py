@@ -1,7 +1,7 @@
-"""Base class of strategies, and the Trainer's arguments that follow from one.
+"""Base class of strategies, and functions that derive the Trainer's arguments from a strategy.
 
-To add a strategy, write a subclass of Strategy with its options as keyword parameters, and a YAML file in
-conf/strategy. The `_target_` may also be one of Lightning's strategies.
+To add a strategy, write a subclass of Strategy whose options are keyword parameters, and a YAML file in conf/strategy.
+The `_target_` may also be one of Lightning's strategies.
 """
 
 from __future__ import annotations
@@ -39,22 +39,26 @@ from exp.strategies.rank import Rank
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """The planned run, as strategies and hooks see it when they report what they do not support.
+    """Description of a planned run, which strategies and hooks check for unsupported properties.
 
     Attributes:
-        network: On the meta device, with all sizes.
-        batch_size: Samples of the global batch, B.
+        network: Network on the meta device, with all sizes.
+        placement: Placement of the run.
+        batch_size: Number of samples of the global batch, B.
         precision: `precision.word` of the config.
         settings: Settings of the run.
-        needs: Needs of the objective, words of NEEDS in objectives/term.py.
-        weighed: Names of terms that divide by weights of their targets instead of the number of samples.
-        traits: Traits of the strategy, words of TRAITS.
-        trace: Forward on a batch of the data's shape. None: an operator cannot run without numbers.
-        build: Returns the network on the CPU, with numbers. None: a user's LightningModule makes it.
-        meets: Needs that the strategy meets although the network is in parts.
-        callbacks: Classes of the callbacks by name.
-        optimizers: Classes of the optimizers.
-        hooks: Hooks by name.
+        needs: Needs of the objective: keys of NEEDS in objectives/term.py. Default: none.
+        weighed: Names of terms that divide by the weights of their targets instead of the number of samples. Default:
+            none.
+        traits: Traits of the strategy: names in TRAITS. Default: none.
+        trace: Trace of a forward on a batch of the data's shape. None if an operator cannot run on the meta device.
+            Default: None.
+        build: Function that returns the network with values on the CPU. None if a user's LightningModule creates it.
+            Default: None.
+        meets: Needs that the strategy supports although the network is split. Default: none.
+        callbacks: Classes of the callbacks by name. Default: none.
+        optimizers: Classes of the optimizers. Default: none.
+        hooks: Hooks by name. Default: none.
     """
 
     network: nn.Module
@@ -74,11 +78,11 @@ class Blueprint:
 
     @property
     def calls(self) -> Mapping[str, Sequence[Call]]:
-        """The calls of each module in the traced forward, by its path; empty without a trace."""
+        """Calls of each module in the traced forward, by module path; empty without a trace."""
         return {} if self.trace is None else self.trace.by_path()
 
 
-# Attributes of Strategy that the compatibility table reads.
+# Attributes of Strategy that the compatibility table uses.
 TRAITS = (
     "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
     "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
@@ -87,11 +91,11 @@ TRAITS = (
 
 @runtime_checkable
 class WrapsModule(Protocol):
-    """A Lightning strategy that calls the module through DistributedDataParallel.
+    """Protocol of Lightning strategies that call the module through DistributedDataParallel.
 
     Attributes:
-        is_plain: Whether a step does nothing else.
-        broadcasts_buffers: Whether the buffers of rank 0 are sent to all ranks before each forward, or, with phases,
+        is_plain: True if a step only calls DistributedDataParallel.
+        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward; with phases,
             before each step.
     """
 
@@ -102,22 +106,24 @@ class WrapsModule(Protocol):
 
 
 class Strategy(ABC):
-    """Base class of strategies: places a run, and declares its effects on the network, the batch and the step.
+    """Base class of strategies.
 
-    The check decides by these attributes what a strategy supports, never by its name, which is only reported. The
-    defaults are those of ddp. An attribute that depends on an option is set in `__init__`.
+    A strategy places a run, and declares its effects on the network, the batch and the step.
+
+    The check derives what a strategy supports from these attributes, never from its name, which is only reported. The
+    defaults are those of DDP. An attribute that depends on an option is set in `__init__`.
 
     Attributes:
-        splits_batch: Ranks or replicas share each batch, `placement.data_ranks` of them.
-        shards_parameters: A rank keeps parts of weights, and gathers them while it computes.
-        splits_tensors: A rank computes parts of single layers.
-        splits_layers: Ranks hold different layers.
-        splits_devices: The devices of one process hold different layers.
-        replicates_in_threads: Replicas of the network run in threads of one process.
-        schedules_step: A schedule runs the forwards and backwards of a step.
-        steps_once: A step is one forward and one backward, so phases are not supported.
-        owns_step: An engine runs the backward, unscales, clips and steps.
-        meets: Needs of objectives that the strategy supports although the network is in parts, words of NEEDS in
+        splits_batch: True if ranks or replicas share each batch. Their number is `placement.data_ranks`.
+        shards_parameters: True if a rank stores shards of weights, and gathers them for computation.
+        splits_tensors: True if a rank computes parts of single layers.
+        splits_layers: True if ranks have different layers.
+        splits_devices: True if the devices of one process have different layers.
+        replicates_in_threads: True if replicas of the network run in threads of one process.
+        schedules_step: True if a schedule runs the forwards and backwards of a step.
+        steps_once: True if a step is one forward and one backward, so that phases are not supported.
+        owns_step: True if an engine such as DeepSpeed runs backward, unscaling, clipping and the optimizer step.
+        meets: Needs of objectives that the strategy supports although the network is split: keys of NEEDS in
             objectives/term.py.
         activation_checkpointing: Patterns of modules whose activations are recomputed in the backward.
     """
@@ -139,36 +145,45 @@ class Strategy(ABC):
 
     @property
     def demand(self) -> Demand:
-        """The devices and dimensions that the strategy needs. Default: one rank per device, which share the batch."""
+        """Devices and dimensions that the strategy needs.
+
+        Default: one rank per device, and the ranks share the batch.
+        """
         return DEFAULT_DEMAND
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return everything in a run that the strategy does not support. Default: nothing."""
+        """Return errors for the properties of a run that the strategy does not support. Default: no errors."""
         return ()
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the memory and transfers of each rank. Default: the whole network, and the average of gradients."""
+        """Return the memory and transfers of each rank.
+
+        Default: a copy of the network, and the all-reduce of gradients.
+        """
         ranks = tuple(range(load.placement.world_size))
         return Footprint(places=[Place(ranks=ranks, held=load.whole_parameters())], transfers=load.gradient_transfers())
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return Lightning's strategy for one rank of a run, which has joined its process group already.
+        """Return Lightning's strategy for one rank of a run, which has already joined its process group.
 
-        Not called for a run of one rank on one device.
+        This method is not called for a run with one rank on one device.
         """
 
 
 def averages_weights(kind: type[Callback]) -> bool:
-    """Return whether a class of callbacks averages weights: Lightning's, or one with the attribute of this name."""
+    """Return whether a class of callbacks averages weights.
+
+    This holds for Lightning's WeightAveraging, and for classes with an attribute `averages_weights` that is true.
+    """
     return issubclass(kind, WeightAveraging) or bool(getattr(kind, "averages_weights", False))
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:
-    """Return the Trainer's arguments that place this rank. Nothing is read from the environment.
+    """Return the Trainer's arguments that place this rank. The environment is not read.
 
-    `plugins` has only the cluster environment: add precision and checkpoint plug-ins. `use_distributed_sampler` is
-    False because exp's loaders split the batches.
+    `plugins` contains only the cluster environment; the caller adds precision and checkpoint plug-ins.
+    `use_distributed_sampler` is False, because exp's loaders split the batches.
     """
     return {
         "strategy": _lightning(strategy, placement=placement, rank=rank),
@@ -181,10 +196,14 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
 
 
 def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
-    """Return the TRAITS of a strategy; for Lightning's classes, of the class from which it derives."""
+    """Return the names in TRAITS that apply to a strategy.
+
+    For Lightning's strategies, they depend on the base class.
+    """
     if isinstance(strategy, Strategy):
         return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
-    # DeepSpeedStrategy is a DDPStrategy, and all except SingleDeviceStrategy are ParallelStrategies.
+    # DeepSpeedStrategy derives from DDPStrategy. All strategies except SingleDeviceStrategy derive from
+    # ParallelStrategy.
     sharded = frozenset({"shards_parameters", "splits_batch", "steps_once"})
     if isinstance(strategy, DeepSpeedStrategy):
         return sharded | {"owns_step"}
@@ -194,12 +213,15 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
 
 
 def demand_of_lightning(strategy: LightningStrategy) -> Demand:
-    """Return the demand of one of Lightning's strategies: one rank per device, with a group if it is for several."""
+    """Return the demand of one of Lightning's strategies: one rank per device.
+
+    If the strategy supports several ranks, a single rank needs a process group, too.
+    """
     return Demand(group=isinstance(strategy, ParallelStrategy))
 
 
 def _devices(placement: Placement) -> list[int] | int:
-    """Return the devices in Lightning's form: one per rank."""
+    """Return the devices in Lightning's format: one per rank."""
     if placement.accelerator == "cuda":
         return list(placement.device_indices[:: placement.layers])
     return placement.ranks_per_node
@@ -209,34 +231,34 @@ def _lightning(strategy: Strategy | LightningStrategy, *, placement: Placement, 
     if not isinstance(strategy, Strategy):
         return strategy
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
-        # One rank computes the same without a process group.
+        # A single rank computes the same result without a process group.
         return SingleDeviceStrategy(device=placement.device(rank.local_rank))
     return strategy.lightning(placement, rank)
 
 
 def module_of(strategy: LightningStrategy) -> LightningModule:
-    """Return the module that the Trainer connected."""
+    """Return the module that the Trainer has connected to the strategy."""
     module = strategy.lightning_module
     assert module is not None, "a strategy acts after the Trainer has connected its module"
     return module
 
 
 def network_of(strategy: LightningStrategy) -> nn.Module:
-    """Return the network of exp's module."""
+    """Return the network of exp's training module."""
     network = module_of(strategy).network
     assert isinstance(network, nn.Module)
     return network
 
 
 def precision_of(strategy: LightningStrategy) -> RunPrecision:
-    """Return exp's precision plug-in."""
+    """Return exp's precision plug-in of the strategy."""
     precision = strategy.precision_plugin
     assert isinstance(precision, RunPrecision)
     return precision
 
 
 def move_all_but_network(module: LightningModule, device: torch.device) -> None:
-    """Move everything of a module except its network, which may be too large for one device."""
+    """Move all submodules of a module except its network, which may be too large for one device."""
     network = module.network
     module.network = nn.Identity()
     module.to(device)
@@ -244,7 +266,7 @@ def move_all_but_network(module: LightningModule, device: torch.device) -> None:
 
 
 def shared_names(network: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for path, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(path)
@@ -252,7 +274,7 @@ def shared_names(network: nn.Module) -> list[list[str]]:
 
 
 def data_of(trainer: Trainer) -> Data:
-    """Return the data of a run of exp."""
+    """Return the data of a run that exp built."""
     # Lightning sets the attribute without declaring it.
     data = getattr(getattr(trainer, "datamodule", None), "data", None)
     assert isinstance(data, Data)
@@ -260,16 +282,19 @@ def data_of(trainer: Trainer) -> Data:
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Lightning's view of a rank that the launcher started. It starts no process and reads no variable.
+    """Cluster environment that gives Lightning the rank assigned by the launcher.
 
-    Relied on, and tested: Lightning's DDPStrategy starts nothing if `creates_processes_externally` is true, and opens
-    no store if torch.distributed is initialized already (lightning 2.6.6).
+    It starts no process and reads no variable.
+
+    Tested properties of Lightning 2.6.6: DDPStrategy starts no processes if `creates_processes_externally` is true. It
+    opens no store if torch.distributed is already initialized.
     """
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self._rank = rank
-        # As in Lightning's environments. At import it was read from RANK or SLURM_PROCID, which may be another job's.
+        # Set as in Lightning's environments. At import, the value was read from RANK or SLURM_PROCID, which may belong
+        # to another job.
         vars(rank_zero_only)["rank"] = rank.global_rank
 
     @property

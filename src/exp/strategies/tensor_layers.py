@@ -1,11 +1,11 @@
-"""Layers cut by torch.distributed.tensor.parallel, and a comparison of the cut network with the whole one.
+"""Layers split by torch.distributed.tensor.parallel, and a comparison of the split network with the whole network.
 
-A layer keeps its class and its names. Its parameters are plain tensors of the local shard, which become DTensors only
-within its forward: fused AdamW and `clip_grad_norm_` reject lists in which only some parameters are DTensors.
+A layer keeps its class and its names. Its parameters are plain tensors with the local shard, and become DTensors only
+within the layer's forward. Fused AdamW and `clip_grad_norm_` reject lists in which only some parameters are DTensors.
 
-The backward of a DTensor that changes its layout cannot be differentiated again (torch 2.13): the second gradients of
-two cut layers had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. The compatibility table therefore
-rejects losses that differentiate a gradient.
+If the backward of a DTensor changes its layout, it cannot be differentiated again (torch 2.13). The second gradients of
+two split layers had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. Therefore, the compatibility
+table rejects losses that differentiate a gradient.
 """
 
 from __future__ import annotations
@@ -39,15 +39,22 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "row": RowwiseParallel,
     "vocabulary": partial(RowwiseParallel, input_layouts=Replicate()),
 }
-# Largest number of parameter entries of a network that is compared: about a second of one core.
+# Maximum number of parameter entries for the comparison, which then takes about a second on one core.
 MOST_NUMBERS = 2**22
-# In float64 the order of summation changes the fourteenth digit.
+# In float64, the order of summation changes only the fourteenth digit.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The layout of a parameter over the ranks of a model."""
+    """Layout of a parameter over the ranks that split one model.
+
+    Attributes:
+        mesh: Device mesh of these ranks.
+        placement: Placement of the parameter on the mesh: a shard or a copy.
+        shape: Shape of the whole parameter.
+        stride: Stride of the whole parameter.
+    """
 
     mesh: DeviceMesh
     placement: Placement
@@ -55,24 +62,28 @@ class Cut:
     stride: tuple[int, ...]
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return the local shard of a whole tensor. Nothing is sent."""
+        """Return the local shard of a whole tensor, without communication."""
         found: Tensor = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
         return found
 
     def as_dtensor(self, part: Tensor) -> DTensor:
-        """Return the DTensor of which this is the local shard."""
+        """Return the DTensor that has the given local shard."""
         return DTensor.from_local(
             part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
         )
 
 
 def model_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the ranks that hold the parts of one model."""
+    """Return the device mesh of the ranks that split one model."""
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
 
 
 def apply_plan(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
-    """Leave each rank its part of every layer in the plan. Return the layouts of cut parameters, by name."""
+    """Split every layer in the plan in place, so that each rank keeps its part.
+
+    Returns:
+        Layout of each split parameter, by name.
+    """
     cuts: dict[str, Cut] = {}
     counts = plan.counts(network)
     for name, word in plan.layers.items():
@@ -101,14 +112,19 @@ def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> di
 
 
 def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor, **named: Tensor) -> Tensor:
-    """Run a cut layer. Called `forward`, so that hooks find the layer on the stack.
+    """Run a split layer. The name `forward` lets hooks find the layer on the stack.
 
     Args:
-        named: The input by its name, as in `linear(input=x)`; `parallelize_module` takes positional inputs only.
+        layer: The layer, with the local shards.
+        shell: Copy of the layer without values, which torch has parallelized.
+        cuts: Layouts of the layer's parameters, by name.
+        inputs: The input, if passed by position.
+        named: The input, if passed by name as in `linear(input=x)`. It is passed on by position, as
+            `parallelize_module` requires.
     """
     held: dict[str, Tensor] = {name: cut.as_dtensor(layer.get_parameter(name)) for name, cut in cuts.items()}
     output: Tensor = functional_call(shell, held, (*inputs, *named.values()))
-    # A collective that is not finished returns a tensor without storage, which hooks need.
+    # The result of an unfinished collective has no storage, which hooks need.
     return output if type(output) is Tensor else output.clone()
 
 
@@ -120,7 +136,7 @@ def _call_layer(shell: nn.Module, x: Tensor) -> Tensor:
 
 
 def _shell(layer: nn.Module) -> nn.Module:
-    """Return a layer like this one without numbers and hooks."""
+    """Return a layer of the same class and sizes, without values and hooks."""
     with torch.device("meta"):
         if isinstance(layer, nn.Embedding):
             return nn.Embedding(layer.num_embeddings, layer.embedding_dim)
@@ -129,13 +145,16 @@ def _shell(layer: nn.Module) -> nn.Module:
 
 
 def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
-    """Return how the cut network differs from the whole one, or None. Every rank of the mesh must call it.
+    """Return a description of how the split network differs from the whole network; None if they agree.
 
-    Outputs and gradients are compared in float64 and in evaluation mode, with random inputs and weights.
+    Outputs and gradients are compared in float64 and in evaluation mode, with random inputs and weights. Every rank of
+    the mesh must call this function.
 
     Args:
-        network: Whole network with the same numbers on every rank; it does not change.
-        inputs: Batch entries by name; only their shapes and dtypes are used.
+        network: Whole network with the same values on every rank. It is not changed.
+        plan: Plan of the split.
+        inputs: Batch entries by name. Only their shapes and dtypes are used.
+        mesh: Device mesh of the ranks that split the model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -160,7 +179,14 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
 def _compare(
     parts: nn.Module, data: Mapping[str, Tensor], outputs: list[Tensor], gradients: Mapping[str, Tensor]
 ) -> str | None:
-    """Return how this rank's part differs. gradients: Those of its shards by parameter name."""
+    """Return a description of how this rank's part differs from the whole network; None if they agree.
+
+    Args:
+        parts: Split network.
+        data: Inputs by name.
+        outputs: Outputs of the whole network.
+        gradients: Gradients of the whole network by parameter name. For split parameters, this rank's shards.
+    """
     try:
         found, own = _compute(parts, data)
     except Exception as error:
@@ -172,9 +198,9 @@ def _compare(
 
 
 def _compute(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the outputs, and the gradients by parameter name, with zeros for missing ones."""
+    """Return the outputs, and the gradients by parameter name. Missing gradients are zeros."""
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
-    # A plain sum would hide gradients: the sum of a normalized output is constant.
+    # The outputs are weighted, because a plain sum may have no gradients: the sum of a normalized output is constant.
     sum((torch.sum(one * _weights(one)) for one in outputs), torch.zeros(())).backward()
     return outputs, {
         name: torch.zeros_like(one) if one.grad is None else one.grad.to_dense()

@@ -1,4 +1,4 @@
-"""Tensor parallel: every rank has a part of each large layer, and all ranks share one batch."""
+"""Tensor parallel strategy: each rank has a part of each large layer, and all ranks process the same batch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,22 @@ from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, apply_plan, find_dif
 from exp.strategies.tensor_plan import AUTO, PLAN, Plan, division_errors, make_plan, tied_errors
 from exp.strategies.units import choose_units, split_by_dtype
 
-# The gradients of a cut layer cannot be differentiated again, see exp.strategies.tensor_layers.
+# The gradients of a split layer cannot be differentiated again, see exp.strategies.tensor_layers.
 MEETS = frozenset({"forward_passes"})
 
 
 class TensorParallel(Strategy):
-    """Ranks share each layer of one model: all ranks of the run, or the number that exp.strategies.hybrid sets.
+    """Strategy in which ranks split each layer of one model.
+
+    These are all ranks of the run, or the number of ranks that exp.strategies.hybrid sets.
 
     Args:
-        plan: `auto` for models with the layer names of gpt and transformer, or a mapping of name patterns to the words
-            of exp.strategies.tensor_plan.
-        divide: Constants of containers that count parts, such as heads. `auto`: those of a plan `auto`.
-        vocabulary: With `auto`, cut embeddings and the head over the vocabulary.
+        name: Name of the strategy. Default: tensor_parallel.
+        plan: `auto` for models with the layer names of gpt and transformer, or a mapping from name patterns to the
+            words of exp.strategies.tensor_plan. Default: auto.
+        divide: Name patterns of constants in containers that count parts, such as heads. They are divided by the number
+            of ranks. `auto` selects the constants for a plan `auto`. Default: auto.
+        vocabulary: With the plan `auto`, whether to split embeddings and the head along the vocabulary. Default: False.
     """
 
     splits_batch = False
@@ -69,15 +73,15 @@ class TensorParallel(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """All ranks share one batch."""
+        """Demand for ranks that all process the same batch."""
         return Demand(rest="tensor")
 
     def plan_of(self, network: nn.Module) -> Plan:
-        """Return the plan for a network. Raises: ConfigError."""
+        """Return the plan for a network. Raise ConfigError if an option does not match the network."""
         return make_plan(network, self.plan, divide=self.divide, vocabulary=self.vocabulary)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return an error for each layer that cannot be cut."""
+        """Return an error for each layer that cannot be split."""
         network = planned.network
         errors: list[ErrorDetails] = []
         if WORDS[planned.precision].float8:
@@ -91,7 +95,7 @@ class TensorParallel(Strategy):
         return [*errors, *division_errors(network, plan, ranks=ranks), *tied_errors(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return each rank's part of the cut layers, and with a dimension `shard` its rows of these parts."""
+        """Return each rank's parts of the split layers. With a dimension `shard`, the parts are sharded by rows."""
         placement = load.placement
         ranks, shard = placement.tensor, placement.shard
         plan, places = self.plan_of(load.network), []
@@ -114,17 +118,17 @@ class TensorParallel(Strategy):
         else:
             transfers += load.gradient_transfers(factor=own / max(load.parameter_bytes, 1))
         note = "activations of cut layers are an estimate: those between a column and its row count by their part"
-        # Each rank looks up all tokens in its part of an embedding.
+        # Embeddings are not divided, because each rank looks up all tokens in its part.
         work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
         return Footprint(places=merge_equal_places(places), transfers=transfers, layer_work=work, notes=(note,))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return the strategy of one rank."""
+        """Return a Lightning strategy for one rank."""
         return TensorParallelStrategy(placement=placement, tensor=self)
 
 
 def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: int) -> dict[str, Held]:
-    """Return a rank's parts: ceil(size / ranks) entries along a dimension, or less for the last ranks."""
+    """Return one rank's parts. A part has ceil(size / ranks) entries along a dimension, or fewer on the last ranks."""
     found = dict(held)
     for layer, word in plan.layers.items():
         cuts = {f"{layer}.weight": 1} if word == "row" else {f"{layer}.weight": 0, f"{layer}.bias": 0}
@@ -139,7 +143,10 @@ def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: 
 
 
 def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]:
-    """Return the shares of activations: row layers keep a part of their input, holders of columns a part of theirs."""
+    """Return the fractions of activations that a rank keeps, by layer path.
+
+    A row layer keeps a part of its input. A module that contains column layers keeps a part of its activations.
+    """
     found: dict[str, float] = {}
     for name, word in plan.layers.items():
         if word == "column":
@@ -151,7 +158,10 @@ def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]
 
 
 def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
-    """Return the bytes of one micro-batch: a row layer sends its output, a column layer the gradient of its input."""
+    """Return the bytes sent for one micro-batch.
+
+    A row layer sends its output, and a column layer sends the gradient of its input.
+    """
     sent = 0.0
     for name, word in plan.layers.items():
         layer, given = load.network.get_submodule(name), load.outputs.get(name, 0)
@@ -164,10 +174,16 @@ def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
 
 
 def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
-    """Compare a small cut network with the whole one. Every rank of the mesh must call it.
+    """Compare a small split network with the whole network. Every rank of the mesh must call this function.
+
+    Args:
+        plan: Plan of the split.
+        network: The network. Networks with more than MOST_NUMBERS parameter entries are not compared.
+        spec: Description of the data.
+        mesh: Device mesh of the ranks that split the model.
 
     Raises:
-        RunError: The plan changes what the network computes.
+        RunError: The plan changes the result of the network.
     """
     if mesh.size() == 1 or sum(parameter.numel() for parameter in network.parameters()) > MOST_NUMBERS:
         return
@@ -181,10 +197,10 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
 
 
 class TensorParallelStrategy(ModelParallel):
-    """Neighboring ranks share each layer.
+    """Strategy of neighboring ranks that split each layer.
 
-    Several groups of such ranks average their gradients. With a dimension `shard` the parts of each layer are in shards
-    over the groups instead, which FSDP2 gathers unit by unit.
+    Several groups of such ranks average their gradients. With a dimension `shard`, the parts of each layer are instead
+    sharded over the groups, and FSDP2 gathers them unit by unit.
     """
 
     def __init__(self, *, placement: Placement, tensor: TensorParallel) -> None:
@@ -195,7 +211,7 @@ class TensorParallelStrategy(ModelParallel):
     def place_model(self) -> None:
         network = network_of(self)
         network.to(self.root_device)
-        # Attached again after placing: copies of the network run without its hooks.
+        # The precision's hooks are attached again after placing, so that copies of the network run without them.
         precision_of(self).teardown()
         mesh = model_mesh(self.model_group, self.root_device)
         data = getattr(getattr(module_of(self).trainer, "datamodule", None), "data", None)

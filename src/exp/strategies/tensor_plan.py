@@ -1,9 +1,9 @@
-"""The plan of a tensor-parallel run: how each layer is cut, from name patterns or the layer names of exp's models.
+"""Plan of a tensor-parallel run: how each layer is split, by name patterns or by the layer names of exp's models.
 
-column              Linear: each rank computes a part of the outputs, the input of a row layer
+column              Linear: each rank computes a part of the outputs, which is the input of a row layer
 row                 Linear: each rank takes a part of the inputs; the output is whole
-column_whole        a column layer whose output is gathered, such as a head over a vocabulary
-vocabulary          Embedding: each rank has a part of the words; the output is whole
+column_whole        column layer whose output is gathered, such as a head over a vocabulary
+vocabulary          Embedding: each rank has a part of the vocabulary; the output is whole
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from exp.strategies.strategy import shared_names
 
 AUTO = "auto"
 PLAN, VOCABULARY = "strategy.plan", "strategy.vocabulary"
-# Layer names for `auto`: those of conf/model/gpt.yaml and transformer.yaml, and of models with the same names.
+# Layer names for `auto`: those of conf/model/gpt.yaml and transformer.yaml. Models with the same names also match.
 COLUMNS = ("query", "key", "value", "expand", "gate")
 ROWS = ("project", "contract")
 HEADS = "*heads"
-# Each output number depends on one input number, so that a part of the values is enough.
+# Layers whose output elements each depend on one input element, so that they can process a part of the values.
 ELEMENTWISE = (
     "CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "LogSigmoid", "Mish",
     "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh", "Tanhshrink",
@@ -42,11 +42,11 @@ TAKES: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The cuts of a network.
+    """Split of a network's layers.
 
     Attributes:
-        layers: Words of TAKES by layer name.
-        constants: Constants that count parts, by the name of their container.
+        layers: Keys of TAKES by layer name.
+        constants: Names of constants that count parts, by the name of their container.
     """
 
     layers: Mapping[str, str]
@@ -71,7 +71,10 @@ def make_plan(
     """Return the plan for a network.
 
     Args:
-        plan, divide, vocabulary: Options of exp.strategies.tensor_parallel.TensorParallel.
+        network: The network.
+        plan: Option of exp.strategies.tensor_parallel.TensorParallel.
+        divide: Option of TensorParallel.
+        vocabulary: Option of TensorParallel.
 
     Raises:
         ConfigError: All errors of the options.
@@ -88,7 +91,7 @@ def make_plan(
 
 
 def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[ErrorDetails]:
-    """Return an error if the ranks do not divide all sizes that are cut."""
+    """Return an error if a size that is split is not divisible by the number of ranks; an empty list otherwise."""
     sizes = {}
     for name, word in plan.layers.items():
         layer = network.get_submodule(name)
@@ -106,7 +109,7 @@ def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[Error
 
 
 def tied_errors(network: nn.Module, plan: Plan) -> list[ErrorDetails]:
-    """Return an error for each weight that is cut in one layer and used in another."""
+    """Return an error for each weight that is split in one layer and also used in another layer."""
     return [
         not_supported_with(PLAN, "a cut", f"one weight in two layers, {' and '.join(names)}", "a weight of one layer")
         for names in shared_names(network)
@@ -131,7 +134,7 @@ def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, 
 
 
 def _pairs(network: nn.Module) -> dict[str, str]:
-    """Return consecutive Linear layers as columns and rows, in torch.nn.Sequential and in models with a chain."""
+    """Return consecutive Linear layers in a Sequential or in a chain as pairs of column and row."""
     found: dict[str, str] = {}
     for path, module in network.named_modules():
         if isinstance(module, ProgramModel):
@@ -186,7 +189,7 @@ def _from_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: b
 
 
 def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[ErrorDetails]:
-    # A subclass may have another forward.
+    # A subclass may define another forward.
     if type(layer) is not TAKES[word]:
         yield invalid_value(
             key, word, f"a torch.nn.{TAKES[word].__name__}", because=f"for {name}, a {type(layer).__name__}"
@@ -199,7 +202,7 @@ def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the constants that count heads, of the containers that hold column layers."""
+    """Return the constants that count heads, in containers that have column layers."""
     holders = {name.rpartition(".")[0] for name, word in layers.items() if word == "column"}
     return {
         path: [constant for constant in module.constants if fnmatchcase(constant, HEADS)]

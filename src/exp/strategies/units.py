@@ -16,17 +16,18 @@ from exp.errors import ErrorDetails, not_supported_with
 from exp.models.matching import find_modules
 
 AUTO = "auto"
-# They are never called, so their parameters could not be gathered in time. torch's MultiheadAttention reads the weights
-# of its Linear and does not call it (torch 2.13).
+# These modules are never called, so their parameters cannot be gathered in time. torch's MultiheadAttention reads the
+# weights of its Linear layer without calling it (torch 2.13).
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
 
 
 def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """Return the modules below the network that are sharded one by one, by name, outer modules first.
+    """Return the submodules that are sharded as separate units, by name. Outer modules come first.
 
-    Everything outside of them belongs to the network's own unit.
+    Parameters outside of these modules belong to the network's own unit.
 
     Args:
+        network: The network.
         shard: `auto` for the layers of every list of layers (a `repeat`), or patterns of module names or type names.
         key: Config key of `shard`.
 
@@ -37,7 +38,7 @@ def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) ->
     if shard != AUTO:
         found = match_modules(network, [shard] if isinstance(shard, str) else shard, key=key)
     for name, module in network.named_modules() if shard == AUTO else ():
-        # Of lists within lists, the layers of the outer ones.
+        # If lists are nested, the layers of the outer list are units.
         if isinstance(module, nn.ModuleList) and not unit_of(name, found):
             layers = {f"{name}.{child}": layer for child, layer in module.named_children()}
             found |= {path: layer for path, layer in layers.items() if not isinstance(layer, NEVER_CALLED)}
@@ -45,12 +46,12 @@ def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) ->
 
 
 def unit_of(path: str, units: Iterable[str]) -> str:
-    """Return the innermost unit that holds a module or parameter; '' for the network's own unit."""
+    """Return the name of the innermost unit that contains a module or parameter; '' for the network's own unit."""
     return max((unit for unit in units if f"{path}.".startswith(f"{unit}.")), key=len, default="")
 
 
 def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
-    """Return an error for each parameter without an axis: torch's fully_shard cannot divide it."""
+    """Return an error for each 0-d parameter, because torch's fully_shard cannot split it."""
     expected, fix = "parameters with an axis or more", "Give it the shape [1], or write strategy=ddp"
     return [
         not_supported_with("model", f"the parameter {name} of shape []", "sharded parameters", expected, fix)
@@ -60,10 +61,11 @@ def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
 
 
 def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the units, and one for each layer whose parameters have another dtype than the unit around it.
+    """Return the units, and an additional unit for each layer whose dtype differs from that of its unit.
 
     A unit is gathered as one flat tensor, and `precision.keep` changes the dtype of some layers. The dtype of a unit is
-    that of the parameters outside of its layers, or else of most parameters in them.
+    the dtype of the parameters outside of its layers. If there are no such parameters, it is the dtype of most
+    parameters in its layers.
     """
     modules = dict(network.named_modules())
     owners = {name: unit_of(name, units) for name in modules}
@@ -85,7 +87,7 @@ def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[s
 
 
 def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """Return the modules below the network that match one of the patterns of exp.models.matching, by name.
+    """Return the submodules that match one of the patterns of exp.models.matching, by name.
 
     Raises:
         ConfigError: A pattern matches no module that is called.
@@ -95,13 +97,14 @@ def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> d
 
 
 def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
-    """Let each module keep only its inputs and recompute its activations in the backward, in place.
+    """Make each module keep only its inputs in the forward, and recompute its activations in the backward.
 
-    Names in the state dict do not change. Random numbers are drawn again as in the forward (torch.utils.checkpoint
-    keeps the states of the generators). The second forward uses copies of the buffers that the first one started with.
+    The modules are changed in place. Names in the state dict do not change. The same random numbers are drawn as in the
+    forward, because torch.utils.checkpoint saves the states of the generators. The second forward uses copies of the
+    buffers from before the first forward.
     """
     for module in modules:
-        # Set on the instance: nn.Module calls it, with the hooks around it.
+        # Set on the instance, so that nn.Module calls it together with the module's hooks.
         module.forward = _recompute(module, module.forward)
 
 

@@ -1,9 +1,9 @@
-"""Whole tensors from the parts of several ranks, and checkpoints in the form of one process for all strategies.
+"""Whole tensors from the parts of several ranks, and checkpoints that are the same for all strategies.
 
-Tensors have the names of the whole module. The state of an optimizer has the indices that one process counts.
-
-torch.distributed.checkpoint.state_dict is not used: it gathers only DTensors, which cut layers and stages are not, and
-it names the optimizer's state instead of counting indices (torch 2.13). `test_each_strategy_resumes_from_another` in
+Checkpoints have the format of a run with one process. Tensors have the names in the whole module, and optimizer states
+have the indices of a run with one process. torch.distributed.checkpoint.state_dict is not used for two reasons. It
+gathers only DTensors, but split layers and pipeline stages are not DTensors. It also stores optimizer states by name
+instead of by index (torch 2.13). `test_each_strategy_resumes_from_another` in
 tests/strategies/test_whole_checkpoints.py compares the states with those of one process.
 """
 
@@ -31,36 +31,46 @@ T = TypeVar("T")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors unchanged."""
+    """Return this rank's shard of a DTensor. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Parts(Protocol):
-    """Combines the numbers of the ranks' parts of tensors. Every rank must call the methods."""
+    """Interface that combines numbers computed on the ranks' parts of tensors. Every rank must call the methods."""
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the sums of counts, `[K]` in float64 by parameter name. tensors: This rank's parts."""
+        """Return the sums of counts over all parts.
+
+        Args:
+            found: Counts of this rank's parts, `[K]`, by parameter name.
+            tensors: This rank's parts by parameter name.
+
+        Returns:
+            Sums by parameter name, `[K]`, float64.
+        """
 
     def maxima(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the maxima, `[K]` in float64 by parameter name."""
+        """Return the maxima over all parts by parameter name, `[K]`, float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A tensor of the whole module."""
+    """Shape and dtype of a tensor of the whole module."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class WholeState(DDPStrategy, ABC):
-    """Saves and loads whole tensors. The parts are DTensors, or those of a subclass's `gather` and `part`.
+    """Base class of strategies that save and load whole tensors.
+
+    The parts are DTensors, or a subclass's `gather` and `part` define them.
 
     Attributes:
-        holds_every_name: Whether every rank holds a part of every parameter. A stage of a pipeline does not.
-        host_group: All ranks, for data on CPU: NCCL would put the pickled checkpoint of the whole model into the memory
-            of rank 0's device. None: the run's process group.
-        whole: Entries of the whole module's state dict by name. None before the module is placed.
+        holds_every_name: True if every rank has a part of every parameter. False for stages of a pipeline.
+        host_group: Process group of all ranks for data on the CPU. Otherwise, NCCL would copy the pickled checkpoint of
+            the whole model to the device of rank 0. None uses the run's process group.
+        whole: Entries of the whole module's state dict by name; None before the module is placed.
     """
 
     holds_every_name: bool = True
@@ -71,13 +81,15 @@ class WholeState(DDPStrategy, ABC):
         self.placement = placement
         self.host_group: dist.ProcessGroup | None = None
         self.whole: dict[str, Whole] | None = None
-        # Parameter names in the whole module, for each optimizer and group.
+        # Names in the whole module, by optimizer, group and parameter.
         self._groups: list[list[list[str]]] = []
 
     # --- one tensor ---
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole tensor from this rank's part. Every rank of the model must call it with the same name.
+        """Return the whole tensor, given this rank's part.
+
+        Every rank of the model must call this method with the same name.
 
         Args:
             name: Name in the module's state dict.
@@ -89,19 +101,22 @@ class WholeState(DDPStrategy, ABC):
         """Return this rank's part of a whole tensor, with the layout of `like`."""
         if not isinstance(like, DTensor):
             return whole
-        # Every rank has read the same checkpoint, so nothing is sent.
+        # No communication, because every rank has read the same checkpoint.
         whole = whole.to(like.to_local().device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
     # --- the module ---
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors by name, on rank 0 and on CPU; nothing on other ranks. Every rank must call it."""
+        """Return whole tensors by name, on the CPU. Every rank must call this method.
+
+        On ranks other than 0, the result is empty.
+        """
         found = {name: self._move_to_cpu(self.gather(name, part.detach())) for name, part in parts.items()}
         return self._collect({name: whole for name, whole in found.items() if whole is not None})
 
     def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole tensors, with the layouts of `like`. No rank waits for another."""
+        """Return this rank's parts of whole tensors, with the layouts of `like`, without communication."""
         return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
@@ -110,12 +125,12 @@ class WholeState(DDPStrategy, ABC):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, values = module_of(self), checkpoint["state_dict"]
         if self.whole is not None:
-            # Other ranks load their own parts. torch reports names that the module does not have.
+            # Other ranks load their parts. Names that the module lacks are kept, so that torch reports them.
             unknown = {name: value for name, value in values.items() if name not in self.whole}
             held = module.state_dict()
             parts = {**unknown, **self.parts_of(values, held)}
-            # The copy keeps the versions of the state dict: without them torch takes a batch norm without its count
-            # for one of an old checkpoint.
+            # The copy keeps the versions of the state dict. Without them, torch assumes that a batch norm without its
+            # counter belongs to an old checkpoint.
             values = copy.copy(held)
             values.clear()
             values.update(parts)
@@ -132,7 +147,10 @@ class WholeState(DDPStrategy, ABC):
         ]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `optimizer.state_dict()` of one process on rank 0. Every rank must call it."""
+        """Return the `optimizer.state_dict()` of a run with one process, on rank 0.
+
+        Every rank must call this method.
+        """
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         members = self._groups[self.optimizers.index(optimizer)]
         names = self._names()
@@ -158,7 +176,7 @@ class WholeState(DDPStrategy, ABC):
             self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
         ):
             index = _indices(members)
-            # The same order without the parameters of other ranks, which torch does not count.
+            # Renumbered without the parameters of other ranks, which torch does not count.
             own = {name: number for number, name in enumerate(name for name in index if name in held)}
             state = {
                 own[name]: {
@@ -175,7 +193,10 @@ class WholeState(DDPStrategy, ABC):
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _whole_entry(self, name: str, value: object, parameter: Tensor) -> object:
-        """Return a whole entry of a parameter's state. Entries of the parameter's shape are in parts like it."""
+        """Return an entry of a parameter's optimizer state as a whole.
+
+        Tensors with the parameter's shape are split like it.
+        """
         if not isinstance(value, Tensor):
             return value
         in_parts = isinstance(value, DTensor) or (value.dim() > 0 and value.shape == parameter.shape)
@@ -188,11 +209,11 @@ class WholeState(DDPStrategy, ABC):
         return self.part(name, value, parameter)
 
     def _move_to_cpu(self, whole: Tensor) -> Tensor | None:
-        """Return the tensor if this rank needs it, on CPU: the model may be larger than a device."""
+        """Return the tensor on the CPU if this rank needs it, because the model may be larger than a device."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
     def _collect(self, mine: dict[str, T]) -> dict[str, T]:
-        """Return the entries of all ranks of the first model, on rank 0."""
+        """Return the entries of all ranks of the first model, on rank 0. On other ranks, the result is empty."""
         assert self.whole is not None
         if self.holds_every_name:
             return mine if self.is_global_zero else {}
@@ -213,5 +234,5 @@ class WholeState(DDPStrategy, ABC):
 
 
 def _indices(members: list[list[str]]) -> dict[str, int]:
-    """Return the index that one process gives each parameter of an optimizer."""
+    """Return the index of each parameter of an optimizer in a run with one process."""
     return {name: number for number, name in enumerate(name for group in members for name in group)}

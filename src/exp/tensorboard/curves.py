@@ -1,4 +1,4 @@
-"""Scalars of event files, read without raising an error for files that are cut off or damaged."""
+"""Reader of scalars in event files. Incomplete or damaged files raise no error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from exp.tensorboard.event_records import EVENTS, read_records
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """The values of one tag of one run.
+    """Values of one tag of one run.
 
     Attributes:
-        steps: Optimizer steps, rising, int64 `[N]`.
-        values: float64 `[N]`; values may be nan or infinite.
+        steps: Optimizer steps in increasing order, int64 `[N]`.
+        values: Values, float64 `[N]`. They may be nan or infinite.
     """
 
     steps: np.ndarray
@@ -33,11 +33,11 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """The curves of a directory.
+    """Curves in a directory.
 
     Attributes:
-        by_tag: The requested curves that exist.
-        problems: A line for each file or event that cannot be read.
+        by_tag: Requested curves that exist, by tag.
+        problems: A text for each file or event that cannot be read.
     """
 
     by_tag: dict[str, Curve] = field(default_factory=dict)
@@ -45,13 +45,15 @@ class Curves:
 
 
 def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
-    """Return the scalars of a run's event files, without those that cannot be read. No directory gives no curves.
+    """Return the scalars in a run's event files. Events that cannot be read are skipped and reported.
 
-    Files are read in the order of their names. A session that starts at a step voids earlier values from that step on,
-    as TensorBoard shows a resumed run. Of two values at one step the later one counts.
+    If the directory does not exist, there are no curves. Files are read in the order of their names. If a session
+    starts at a step, earlier values of this and later steps are dropped, as TensorBoard does for a resumed run. If a
+    step has two values, the later one counts.
 
     Args:
-        wants: Returns whether the curve of a tag is read.
+        directory: Directory with the event files.
+        wants: Function that returns whether to read the curve of a tag.
     """
     points, problems = _Points(wants=wants), []
     try:
@@ -84,7 +86,7 @@ def _curve(found: dict[int, float]) -> Curve:
 
 
 class _Points:
-    """The values of each tag by step."""
+    """Values by tag and step."""
 
     def __init__(self, *, wants: Callable[[str], bool]) -> None:
         self.by_tag: dict[str, dict[int, float]] = {}
@@ -102,7 +104,7 @@ class _Points:
 
 
 def _scalar(value: Summary.Value) -> float | None:
-    """Return the number of a value; None for anything else, such as a text or a picture."""
+    """Return the number in a summary value; None for other content, such as a text or a picture."""
     if value.HasField("simple_value"):
         return float(value.simple_value)
     if not value.HasField("tensor"):
@@ -112,7 +114,7 @@ def _scalar(value: Summary.Value) -> float | None:
 
 
 def _read(file: BinaryIO, points: _Points) -> Iterator[str]:
-    """Add the events of a file to `points`. Yields the problems of the file."""
+    """Add the events of a file to `points`, and yield the problems of the file."""
     count = damaged = 0
     try:
         for count, content in enumerate(read_records(file), start=1):  # noqa: B007

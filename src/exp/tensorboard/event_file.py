@@ -1,8 +1,9 @@
-"""An event file to which batches of events are appended in one write each. Without a thread, errors are raised at once.
+"""Event file to which batches of events are appended, with one write per batch.
 
-A record is a length, a checksum, bytes and their checksum, little-endian. tensorboard's writer computes the checksum
-byte by byte in Python: 40 us for a step's event of 8 values (280 bytes), ten times its encoding. Here a NumPy gather
-takes 4 us per record, for many records at once.
+No thread is used, so errors are raised at once. A record is a length, its checksum, bytes and their checksum,
+little-endian. tensorboard's writer computes the checksum byte by byte in Python. For a step's event of 8 values (280
+bytes) this takes 40 us, ten times as long as its encoding. This module uses a NumPy gather for many records together,
+which takes 4 us per record.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from exp.tensorboard.event_records import EVENTS
 
 
 class EventFile:
-    """An event file that the first write creates. A write after `close` appends to it.
+    """Event file that is created by the first write. A write after `close` appends to the same file.
 
-    Writing raises RunError once if the directory or file cannot be written. Later events are dropped.
+    If the directory or the file cannot be written, RunError is raised once, and later events are dropped.
 
     Args:
-        directory: Its directory, which is created if needed.
-        suffix: End of its name.
+        directory: Directory of the file, which is created if needed.
+        suffix: End of the file name. Default: empty.
     """
 
     def __init__(self, directory: Path, *, suffix: str = "") -> None:
@@ -42,7 +43,7 @@ class EventFile:
         self._file: IO[bytes] | None = None
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append `events`, in one write."""
+        """Append events in one write."""
         if self.failed:
             return
         try:
@@ -58,7 +59,7 @@ class EventFile:
             ) from error
 
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
+        """Close the file. The method may be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -81,7 +82,7 @@ class EventFile:
 
 
 def _next_path(directory: Path, suffix: str) -> Path:
-    """Return a name that sorts after those in `directory`: TensorBoard reads files in that order."""
+    """Return a file name that sorts after the existing ones, because TensorBoard sorts files by name."""
     earlier = [path.name.split(".")[3] for path in directory.glob(EVENTS)]
     stamp = max([int(time.time()), *(int(text) + 1 for text in earlier if text.isdecimal())])
     return directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
@@ -92,7 +93,11 @@ _BLOCK = 1024
 
 
 def encode_records(contents: Sequence[bytes]) -> bytes:
-    """Return records: uint64 length, uint32 masked CRC of the length, the bytes, uint32 masked CRC of the bytes."""
+    """Return the contents as records.
+
+    A record is the uint64 length, the uint32 masked CRC of the length, the bytes, and the uint32 masked CRC of the
+    bytes.
+    """
     headers = [struct.pack("<Q", len(content)) for content in contents]
     checks = masked_crc32c([*headers, *contents]).astype("<u4").tobytes()
     parts: list[bytes] = []
@@ -104,16 +109,16 @@ def encode_records(contents: Sequence[bytes]) -> bytes:
 
 
 def masked_crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C of each of `contents`, rotated and shifted for TFRecord, uint32 `[N]`."""
+    """Return the CRC-32C of each element of `contents`, masked as TFRecord requires: uint32 `[N]`."""
     checks = crc32c(contents)
     return (checks >> 15 | checks << 17) + np.uint32(0xA282EAD8)
 
 
 def crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C of each of `contents` (RFC 3720), uint32 `[N]`.
+    """Return the CRC-32C (RFC 3720) of each element of `contents`: uint32 `[N]`.
 
-    A CRC is linear: it is the exclusive or of one term per byte, which depends on the byte's value and its distance
-    from the end. The initial register enters through the first four bytes.
+    A CRC is linear: it is the exclusive or of one term per byte. A term depends on the byte's value and its distance
+    from the end. The initial register is combined with the first four bytes.
     """
     checks = np.empty(len(contents), np.uint32)
     short = [index for index, content in enumerate(contents) if 4 <= len(content) <= _BLOCK]
@@ -153,7 +158,11 @@ def _crc32c_of_any(content: bytes) -> int:
 
 @cache
 def _contributions() -> tuple[np.ndarray, np.ndarray]:
-    """Return the term of byte b at distance d from the end, at d * 256 + b; and d * 256 for falling d."""
+    """Return two arrays for the computation of a CRC.
+
+    Returns:
+        The term of byte b at distance d from the end, at index d * 256 + b; and the values d * 256 for decreasing d.
+    """
     first: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         first = first >> 1 ^ np.where(first & 1, np.uint32(_POLYNOMIAL), np.uint32(0))

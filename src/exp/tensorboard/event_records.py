@@ -1,4 +1,4 @@
-"""Reading of event files: records of a length as uint64, its checksum, the bytes of an Event, and their checksum."""
+"""Reader of event files. A record is a uint64 length, its checksum, the bytes of an Event, and their checksum."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ EVENTS = "events.out.tfevents.*"
 
 
 def read_records(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the contents of the records. Checksums are not compared.
+    """Yield the contents of the records. Checksums are not verified.
 
     Raises:
-        EOFError: The last record is not whole: it is still being written, or was cut off.
+        EOFError: The last record is incomplete: it is still being written, or was cut off.
     """
     left = os.fstat(file.fileno()).st_size
     while left:

@@ -1,8 +1,8 @@
-"""The HParams page of TensorBoard: its columns, and the start and end of each session (a run).
+"""Data of TensorBoard's HParams page: its columns, and the start and end of each session. A session is a run.
 
-A sweep declares the columns in an event file of its directory, with the domain of each swept key. Its jobs repeat the
-declaration, because TensorBoard takes the first one that it finds. This module does not import torch, and NumPy only to
-write: the process of a sweep needs neither.
+A sweep declares the columns in an event file in its directory, with the domain of each swept key. Its jobs repeat the
+declaration, because TensorBoard uses the first declaration that it finds. This module does not import torch, and
+imports NumPy only to write, because the process of a sweep needs neither.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from exp.spelling import show
 from exp.tensorboard.event_records import EVENTS, read_records
 
-# Copies of names in tensorboard.plugins.hparams.metadata, whose import takes longer than that of a sweep. A test
-# compares them.
+# Copies of names in tensorboard.plugins.hparams.metadata, because importing that module takes longer than importing a
+# sweep. A test compares the names.
 PLUGIN = "hparams"
 EXPERIMENT_TAG = "_hparams_/experiment"
 START_TAG = "_hparams_/session_start_info"
 END_TAG = "_hparams_/session_end_info"
 
-# Suffixes of event files: with an end that a restart may undo, and with a sweep's declaration.
+# Suffixes of event files that contain an end which a restart may undo, and of files that contain a sweep's declaration.
 UNFINISHED = ".unfinished"
 OF_SWEEP = ".sweep"
-# Largest number of levels from a job up to its sweep: hydra.sweep.subdir may contain folders.
+# Maximum number of directory levels from a job up to its sweep, because hydra.sweep.subdir may contain folders.
 LEVELS = 4
 
 _STATUS = {
@@ -46,7 +46,13 @@ _STATUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """The values of a swept key. values: Those of a list. None: the interval from low to high."""
+    """Domain of a swept key.
+
+    Attributes:
+        values: Values of a list. None means the interval from `low` to `high`. Default: None.
+        low: Lower end of the interval. Default: 0.
+        high: Upper end of the interval. Default: 0.
+    """
 
     values: Sequence[object] | None = None
     low: float = 0.0
@@ -56,12 +62,12 @@ class Domain:
 def declaration(
     params: Mapping[str, Sequence[object]], metrics: Sequence[str], *, domains: Mapping[str, Domain] | None = None
 ) -> api_pb2.Experiment:
-    """Return the declaration of the columns.
+    """Return the declaration of the columns of the HParams page.
 
     Args:
-        params: Values of each dotted key. Values of several types become text, so that 1 and 1.0 differ.
+        params: Values of each dotted key. Values of several types are converted to text, so that 1 and 1.0 differ.
         metrics: Tags of scalars, such as `loss/val`.
-        domains: Domains of the swept keys, which are shown first.
+        domains: Domains of the swept keys, which are shown first. Default: None.
     """
     found = api_pb2.Experiment(
         time_created_secs=time.time(),
@@ -81,7 +87,7 @@ def declaration(
 
 
 def declare(directory: Path, declared: api_pb2.Experiment) -> None:
-    """Write, or replace, the declaration of a sweep in its directory. Raise RunError if it cannot be written."""
+    """Write the declaration of a sweep to its directory, and replace an existing one. Raise RunError on failure."""
     from exp.tensorboard.event_file import EventFile
 
     withdraw(directory)
@@ -97,7 +103,11 @@ def withdraw(directory: Path) -> None:
 
 
 def declared_above(directory: Path) -> api_pb2.Experiment | None:
-    """Return the declaration of the sweep whose job has this run directory; None if it is missing or damaged."""
+    """Return the declaration of the sweep to which a run belongs; None if it is missing or damaged.
+
+    Args:
+        directory: Run directory.
+    """
     for parent in [*directory.absolute().parents][:LEVELS]:
         for path in parent.glob(EVENTS + OF_SWEEP):
             try:
@@ -115,12 +125,12 @@ def declared_above(directory: Path) -> api_pb2.Experiment | None:
 def start_summaries(
     params: Mapping[str, object], metrics: Sequence[str], *, declared: api_pb2.Experiment | None = None
 ) -> list[Summary]:
-    """Return the declaration and the session's start.
+    """Return the summaries that declare the columns and start the session of a run.
 
     Args:
         params: Values by dotted key.
         metrics: Tags of scalars.
-        declared: Declaration of the sweep. It is ignored if it lacks one of the keys.
+        declared: Declaration of the sweep. It is ignored if it lacks one of the keys. Default: None.
     """
     if declared is None or not params.keys() <= {info.name for info in declared.hparam_infos}:
         declared = declaration({key: [value] for key, value in params.items()}, metrics)
@@ -140,17 +150,22 @@ def start_summaries(
 
 
 def end_summary(status: str) -> Summary:
-    """Return the session's end. status: completed, failed, interrupted or pruned, as in report.json."""
+    """Return the summary that ends the session of a run.
+
+    Args:
+        status: completed, failed, interrupted or pruned, as in report.json.
+    """
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
     return _summary(END_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
 
 def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequence[str], *, status: str) -> None:
-    """Write the end, and a missing start, of a run whose process died.
+    """Write the end of a run whose process died. If the start is missing, write it, too.
 
     Args:
         directory: Run directory.
-        params, metrics: See `start_summaries`.
+        params: Values by dotted key.
+        metrics: Tags of scalars.
         status: failed or interrupted.
 
     Raises:
@@ -170,7 +185,7 @@ def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequen
 
 
 def has_begun(directory: Path) -> bool:
-    """Return whether a process of the run has written events in a directory."""
+    """Return whether a process of the run has written events to the directory."""
     return any(not path.name.endswith(UNFINISHED) for path in directory.glob(EVENTS))
 
 
@@ -179,7 +194,10 @@ def _text(value: object) -> str:
 
 
 def _data_type(values: Sequence[object]) -> int:
-    """Return the type of a column: text for values of several types, and for equal numbers of different types."""
+    """Return the data type of a column.
+
+    The type is text for values of several types, and for equal numbers of different types.
+    """
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         return int(api_pb2.DATA_TYPE_BOOL)
@@ -194,6 +212,6 @@ def _experiment(declared: api_pb2.Experiment) -> Summary:
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
     about = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=content.SerializeToString())
-    # Only the metadata counts: the value is an empty vector.
+    # TensorBoard uses only the metadata, so the value is an empty vector.
     nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
     return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=about), tensor=nothing)])

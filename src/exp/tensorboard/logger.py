@@ -1,4 +1,4 @@
-"""The writer of TensorBoard events: a Lightning logger that takes a few microseconds per step."""
+"""Lightning logger that writes TensorBoard events, and takes a few microseconds per step."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Values = Mapping[str, float | Panel | Summary.Value]
 
 
 class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
-    """Writes scalars, panels, texts and hyperparameters to `tensorboard/` of the run directory, only on rank 0.
+    """Logger that writes scalars, panels, texts and hyperparameters to `tensorboard/` in the run directory.
 
-    An event holds all values of a step. Events wait as plain values. They are encoded and written together when 200
-    wait, when a value arrives `flush_seconds` after the last write, and in `save`, `finalize` and `end`. The first
-    write creates the file. Values may follow `finalize`, because the test stage follows the fit.
-
-    Calls that write raise RunError if the folder cannot be written, or the disk is full. Later values are dropped.
+    It writes only on rank 0. An event contains all values of a step. Events are buffered as plain values, and are
+    encoded and written together. A write occurs when 200 events are buffered, when a value arrives `flush_seconds`
+    after the last write, and in `save`, `finalize` and `end`. The first write creates the file. Values may follow
+    `finalize`, because the test stage follows fit. If the folder cannot be written, or the disk is full, calls that
+    write raise RunError, and later values are dropped.
 
     Args:
-        directory: Run directory, set by build.py.
-        flush_seconds: Longest time until a value is visible, in seconds.
+        directory: Run directory; set by build.py.
+        flush_seconds: Maximum seconds until a value is visible. Default: 5.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
@@ -53,15 +53,15 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         self._writer: Experiment | None = None
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
-        # Another process has started and described this run.
+        # True if another process has started and described this run.
         self._is_continued = has_begun(self.directory)
-        # Values that an earlier process wrote for steps before this one are kept.
+        # Values that an earlier process wrote for steps before this step are kept.
         self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
         self._waiting: list[tuple[float, int, Values]] = []
         self._last_write = time.time()
-        # Whether a search may prune this job.
+        # True if a search may prune this job.
         self._may_be_pruned = False
 
     @property
@@ -71,14 +71,14 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Experiment:
-        """A SummaryWriter on the same event file, with which callbacks and modules add figures."""
+        """SummaryWriter on the same event file. Callbacks and modules use it to add figures."""
         if self._writer is None:
             self._writer = Experiment(self)
         return self._writer
 
     @rank_zero_only
     def add_event(self, event: Event) -> None:
-        """Write an event of `experiment`."""
+        """Write an event of the SummaryWriter `experiment`."""
         if event.HasField("summary"):
             self._add(event.step, {value.tag: value for value in event.summary.value}, event.wall_time)
         else:
@@ -86,7 +86,12 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add scalars by tag. step: Finished optimizer steps."""
+        """Add scalars by tag.
+
+        Args:
+            metrics: Numbers by tag.
+            step: Number of completed optimizer steps. None uses the last step. Default: None.
+        """
         self._add(self._step_of(step), metrics)
 
     def _add(self, step: int, values: Values, wall_time: float | None = None) -> None:
@@ -94,19 +99,24 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
             known = written_at(self.directory, step)
             values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
-        # A copy, because the caller may change the mapping before it is written.
+        # Copied, because the caller may change the mapping before it is written.
         self._waiting.append((wall_time or now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Add histograms, images, texts and curves by tag, with tensors on the CPU. step: Finished optimizer steps."""
+        """Add histograms, images, texts and curves by tag.
+
+        Args:
+            panels: Panels by tag, with tensors on the CPU.
+            step: Number of completed optimizer steps.
+        """
         self._add(step, panels)
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Write the row of the HParams tab, and once per run the texts."""
+        """Write the run's row of the HParams tab. In the first process of the run, also write the texts."""
         self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
         if not self._is_continued:
             texts = [text_value(name, text) for name, text in description.texts.items()]
@@ -116,10 +126,16 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     def log_hyperparams(
         self, params: dict[str, object] | Namespace, metrics: Iterable[str] | None = None, step: int | None = None
     ) -> None:
-        """Write the run's row in the HParams tab. params: Values by dotted key. metrics: Tags of the other columns."""
+        """Write the run's row of the HParams tab.
+
+        Args:
+            params: Values by dotted key.
+            metrics: Tags of scalars, shown as additional columns. Default: None.
+            step: Not used.
+        """
         plain = vars(params) if isinstance(params, Namespace) else params
         metrics = [] if metrics is None else list(metrics)
-        # The run was started again: TensorBoard would use the first end that it reads.
+        # The run was restarted. The old end is removed, because TensorBoard would use the first end that it reads.
         for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
         self._may_be_pruned = self._may_be_pruned or PRUNED_TAG in metrics
@@ -133,7 +149,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Mark values of earlier files from `step` on as invalid: a resumed run starts at `step`.
+        """Mark earlier values whose step is `step` or later as invalid, because a resumed run starts at `step`.
 
         The start is written twice, because TensorBoard's reader ignores the first one in a folder (2.21).
         """
@@ -145,23 +161,29 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write waiting events."""
+        """Write the buffered events."""
         self._write(())
         if self._writer is not None:
             self._writer.flush_others()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write waiting events and close the file. Lightning calls it after each stage. Safe to call twice."""
+        """Write the buffered events and close the file.
+
+        Lightning calls this method after each stage. It may be called twice.
+        """
         if self._waiting:
             self.save()
         self._file.close()
 
     @rank_zero_only
     def end(self, status: str) -> None:
-        """Write the end of the run to the HParams tab. status: completed, pruned, failed or interrupted.
+        """Write the end of the run to the HParams tab.
 
-        An end that a restart may undo is in a separate file, which the next start removes.
+        An end that a restart may undo is written to a separate file, which the next start removes.
+
+        Args:
+            status: completed, pruned, failed or interrupted.
         """
         if self._writer is not None:
             self._writer.close()
@@ -185,12 +207,12 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
 
 class Experiment(SummaryWriter):
-    """A SummaryWriter that writes into the event file of a logger.
+    """SummaryWriter that writes to the event file of a TensorBoardLogger.
 
-    Private of torch (2.13), and tested: SummaryWriter asks `_get_file_writer` for the writer of its file.
+    Private property of torch (2.13), tested: SummaryWriter calls `_get_file_writer` to get the writer of its file.
     """
 
-    # Attributes of torch's class, which have no types there.
+    # Attributes of torch's class, which does not declare their types.
     file_writer: Any
     all_writers: Any
 
@@ -212,7 +234,7 @@ class Experiment(SummaryWriter):
 
 
 class FileOfLogger(FileWriter):
-    """The event file of a logger, in the form that a SummaryWriter uses."""
+    """FileWriter that passes the events of a SummaryWriter to a TensorBoardLogger."""
 
     def __init__(self, logger: TensorBoardLogger) -> None:
         self._logger = logger
@@ -230,11 +252,11 @@ class FileOfLogger(FileWriter):
         self._logger.save()
 
     def close(self) -> None:
-        """Do nothing: the logger closes its file when a stage ends."""
+        """Do nothing, because the logger closes its file when a stage ends."""
 
 
 def written_at(directory: Path, step: int) -> set[str]:
-    """Return the tags with a value at a step: an earlier process of the run may have finished the test."""
+    """Return the tags that have a value at a step. An earlier process of the run may already have logged the test."""
     found: set[str] = set()
     for path in sorted(directory.glob(EVENTS)):
         with path.open("rb") as file, suppress(EOFError):

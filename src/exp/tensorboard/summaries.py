@@ -1,4 +1,4 @@
-"""Panels and the layout of custom scalars in TensorBoard's format."""
+"""Conversion of panels and of the custom scalars layout to TensorBoard's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text
 
 
 def summary_value(tag: str, panel: Panel) -> Summary.Value:
-    """Return a panel whose tensors are on the CPU as a summary value."""
+    """Return a panel as a summary value. The panel's tensors must be on the CPU."""
     return _KINDS[type(panel)](tag, panel)
 
 
@@ -42,7 +42,7 @@ def _histogram(tag: str, panel: Histogram) -> Summary.Value:
     if not counts.sum():
         low = high = 0.0  # no value was finite: an empty histogram, because nan is not on the axis
     elif low == high:
-        # One bin around the value, like tensorboard's summary.
+        # One bin around the value, as in tensorboard's summary.
         counts, low, high = counts.sum(keepdims=True), low - 0.5, high + 0.5
     limits = np.linspace(low, high, len(counts) + 1)
     middles = (limits[:-1] + limits[1:]) / 2
@@ -74,7 +74,7 @@ def _text(tag: str, panel: Text) -> Summary.Value:
 def _curve(tag: str, panel: PrecisionRecallCurve) -> Summary.Value:
     counts = panel.counts.double().numpy()
     true_positives, false_positives, _, false_negatives = counts
-    # Without predictions the precision is 1; without positives the recall is 0, like in tensorboard's summary.
+    # As in tensorboard's summary: without predictions the precision is 1, and without positives the recall is 0.
     predicted, positive = true_positives + false_positives, true_positives + false_negatives
     precision = np.where(predicted > 0, true_positives / np.maximum(predicted, 1), 1.0)
     recall = true_positives / np.maximum(positive, 1)
@@ -91,7 +91,7 @@ _KINDS: dict[type[Panel], Callable[..., Summary.Value]] = {
 }
 
 
-# Independent of the run's config: TensorBoard merges the charts of all runs, and shows different ones twice.
+# The same for every config, because TensorBoard merges the charts of all runs and would show different charts twice.
 CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
         "loss": r"^loss/(train|train_epoch|val|test)$",
@@ -141,14 +141,14 @@ CHARTS: dict[str, dict[str, str]] = {
 
 
 class Layout:
-    """The charts for which a run has values. TensorBoard shows the charts of all runs together."""
+    """Layout of the charts for which a run has values. TensorBoard shows the charts of all runs together."""
 
     def __init__(self) -> None:
         self._tags: set[str] = set()
         self._shown: set[tuple[str, str]] = set()
 
     def extend(self, tags: Collection[str]) -> Summary | None:
-        """Return the whole layout if `tags` add a chart, or None. TensorBoard uses the last layout of a run."""
+        """Return the whole layout if `tags` add a chart; None otherwise. TensorBoard uses the last layout of a run."""
         new = set(tags) - self._tags
         if not new:
             return None

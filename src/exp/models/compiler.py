@@ -1,11 +1,17 @@
-"""Compile a checked forward program to functions, with Python's compiler on its syntax tree, in a closed namespace.
+"""Compilation of a checked forward program to functions.
 
-One tree gives two functions. The guarded one bounds what the program computes with constants; models/trial.py runs it
-on stand-ins. The plain one runs on tensors: the program as written, after a line for each layer that reads it from the
-`_modules` table. It is as fast as code by hand, where `self.linear` goes through nn.Module.__getattr__, and it finds
-layers that were replaced, moved or wrapped later.
+Python's compiler compiles the syntax tree in a closed namespace.
 
-The nodes keep their places in the program, so that a traceback shows its lines.
+A tree is compiled to two functions:
+
+- The guarded function limits the size of computations with constants. models/trial.py runs it on stand-ins for layers
+  and tensors.
+- The plain function runs on tensors. It is the program as written, after a line for each layer that reads the layer
+from
+  the table `_modules`. It is as fast as a hand-written forward, where `self.linear` calls nn.Module.__getattr__. Layers
+  that are replaced, moved or wrapped later are used.
+
+The nodes keep their positions in the program, so that tracebacks show the program's lines.
 """
 
 from __future__ import annotations
@@ -29,10 +35,10 @@ from exp.models.trial import GUARDS, Scalar, try_out
 
 FILE_PREFIX = "<forward program "
 
-# Names that no program can write, for functions that the compiler adds.
+# The names of functions that the compiler adds. A program cannot contain these names.
 MODE, _LISTED, _TABLE = "network.training", "builtins.list", "network.modules"
 
-# The home of functions that the config gives the program. It is not a module.
+# Instead of a module name, for functions that the config defines.
 GIVEN = "functions"
 
 
@@ -45,18 +51,19 @@ def compile_forward(
     functions: Mapping[str, Callable[..., object]],
     asserts: bool = True,
 ) -> FunctionType:
-    """Return the function `forward(self, <inputs>)` of a program, after its trial.
+    """Return the function `forward(self, <inputs>)` of a program, after running the program on stand-ins.
 
     Args:
         program: The program.
-        held: The network's layers and parameters, by their names in the program and in the state dict.
-        layers_as: The value of the name `layers`, unless a layer has that name: "list", or "dict" by name.
-        constants: The values that the config gives the program.
-        functions: The functions that the config gives the program, by name.
-        asserts: False leaves out the assertions, for a graph, which cannot hold them. Default: true.
+        held: The network's layers and parameters, by name in the program, which is also the name in the state dict.
+        layers_as: The value of the name `layers` in the program: "list", or "dict" by name. If a layer is named
+            `layers`, the name means this layer.
+        constants: The values that the config defines for the program.
+        functions: The functions that the config defines for the program, by name.
+        asserts: Whether to compile assertions, default true. A graph cannot contain assertions.
 
     Raises:
-        ProgramError: With the line and column of the program.
+        ProgramError: The program has an error, which is reported with its line and column.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
     guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
@@ -68,14 +75,14 @@ def compile_forward(
         MODE,
     )
     code = _code(program, [*prologue, *plain.body()])
-    # torch.compile needs Python's builtins. The trial had none, so that no name can be one of them.
+    # torch.compile needs Python's builtins. The program cannot use them, because it was tried without builtins.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
     namespace |= {name: _resolve(function, functions) for name, function in plain.functions.items()}
     return FunctionType(code, namespace, "forward")
 
 
 def mode_of(network: nn.Module) -> bool:
-    """Return the value of `training` in a program."""
+    """Return the value of the name `training` in a program."""
     return network.training
 
 
@@ -91,7 +98,7 @@ def _code(program: Program, body: list[ast.stmt]) -> CodeType:
 
 
 def _register(program: Program) -> str:
-    """Return the file name under which a traceback finds the program's text in linecache."""
+    """Return the file name of a program for tracebacks, and store the program's text in linecache under this name."""
     text = program.source.text
     name = f"{FILE_PREFIX}{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}>"
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in program.source.lines], name)
@@ -101,7 +108,7 @@ def _register(program: Program) -> str:
 def _prologue(
     program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
 ) -> list[ast.stmt]:
-    """Return a statement for each layer and constant that the program uses."""
+    """Return an assignment for each layer and constant that the program uses."""
     found = {name: _read(name, one) for name, one in held.items()}
     values = {**found, **{name: _literal(value) for name, value in constants.items()}}
     every: ast.expr = ast.List(list(found.values()), ast.Load())
@@ -122,7 +129,7 @@ def _prologue(
 def _read(name: str, held: nn.Module | Tensor) -> ast.expr:
     if isinstance(held, nn.Module):
         return ast.Subscript(_load(_TABLE), ast.Constant(name), ast.Load())
-    # As an attribute, because a parametrization turns it into a property.
+    # A parameter is read as an attribute, because a parametrization replaces it by a property.
     return ast.Attribute(_load("self"), name, ast.Load())
 
 
@@ -138,14 +145,17 @@ def _load(name: str) -> ast.Name:
 
 
 class _Plain(ast.NodeTransformer):
-    """The program as written, with one name for each listed function and lists instead of iterators."""
+    """Converts a program to the function that runs on tensors.
+
+    Each listed function gets a unique name, and iterators become lists.
+    """
 
     def __init__(self, program: Program, *, asserts: bool = True) -> None:
         self.program, self.asserts = program, asserts
         self.functions: dict[str, object] = {}
 
     def body(self) -> list[ast.stmt]:
-        """Return the statements of the program in this form. The program's tree does not change."""
+        """Return the converted statements. The program's own tree does not change."""
         tree = self.visit(ast.parse(self.program.source.text))
         assert isinstance(tree, ast.Module)
         return tree.body
@@ -170,7 +180,7 @@ class _Plain(ast.NodeTransformer):
         return self.refer_to(node.id, home, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        # `x += y` is `x = x + y`: an input, or a tensor that another name holds, keeps its values.
+        # `x += y` becomes `x = x + y`, so that an input, or a tensor with another name, is not changed in place.
         assert isinstance(node.target, ast.Name)
         both = ast.BinOp(ast.copy_location(_load(node.target.id), node.target), node.op, node.value)
         whole = ast.Assign([node.target], ast.copy_location(both, node))
@@ -179,7 +189,7 @@ class _Plain(ast.NodeTransformer):
         return changed
 
     def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
-        # A list may be read more than once.
+        # A generator becomes a list, which can be read more than once.
         return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
@@ -204,10 +214,13 @@ class _Plain(ast.NodeTransformer):
 
 
 class _Guarded(_Plain):
-    """The program with a call of a method of trial.Trial for each operation that could compute without limit."""
+    """Converts a program to the guarded function.
+
+    Operations of unlimited cost become calls of methods of trial.Trial.
+    """
 
     def guard(self, name: str, node: ast.AST, *operands: ast.expr | str) -> ast.Call:
-        """Return a call of a guard with its visited operands."""
+        """Return a call of the guard `name` with its converted operands."""
         arguments = [
             self.visit(one) if isinstance(one, ast.expr) else ast.copy_location(ast.Constant(one), node)
             for one in operands
@@ -260,7 +273,7 @@ class _Guarded(_Plain):
 
 
 def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
-    """Return the function or value of a listed name: torch's, Python's, or the config's."""
+    """Return the function or value of a listed name, from torch, from Python, or from the config."""
     if not isinstance(found, Listed):
         return found
     if found.home == GIVEN:
@@ -275,7 +288,7 @@ def _reverse(values: Iterable[object]) -> list[object]:
 
 
 def _either(name: str) -> Callable[..., object]:
-    """Return a function that is torch's if the first argument is a tensor, and Python's otherwise."""
+    """Return a function that calls torch's function if the first argument is a tensor, and Python's otherwise."""
     on_tensors, on_numbers = getattr(torch, name), getattr(builtins, name)
 
     def apply(*args: object, **kwargs: object) -> object:

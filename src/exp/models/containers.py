@@ -1,6 +1,6 @@
-"""The containers of YAML models: layers by name, wired by a forward program or called one after the other.
+"""The containers of YAML models. Their layers have names, and are called by a forward program or in order.
 
-The layers have the same keys in the state dict as in a hand-written module: `linears.0.weight`.
+The layers have the same keys in the state dict as in a hand-written module, such as `linears.0.weight`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Container = Literal["sequential", "module_list", "module_dict"]
 
 
-# Compiled programs by the form of their network. Jobs that are trained together have networks of one form, and their
-# compilation was a fifth of the time of a job without its steps.
+# Compiled programs, by the structure of their network. Jobs that are trained together have networks of the same
+# structure. Without this cache, compilation took a fifth of the time that a job needs in addition to its steps.
 _FUNCTIONS: dict[tuple[object, ...], FunctionType] = {}
 
 
@@ -41,25 +41,28 @@ def _form_of(entry: tuple[str, nn.Module | torch.Tensor]) -> tuple[object, ...]:
 
 
 class ProgramModel(nn.Module):
-    """Base class of the containers, which holds the layers and runs the program. Use one of its subclasses.
+    """Base class of the containers, with layers and a forward program.
 
     Args:
-        layers: Name to layer: a Module, a Parameter, or a list or mapping of these, which becomes a ModuleList,
-            ParameterList, ModuleDict or ParameterDict. A layer may be another container.
-        forward: The forward program (docs/models.md). None: call the layers in order, if the class supports it.
-        container: The container to hold the same layers in, which also calls them in order. None: this class.
-        programs: Further forward programs by name, with the same layers and inputs. They are methods of the network,
-            which a phase may run instead of `forward` (docs/training.md).
-        inputs: The names of the network's inputs. With several, the network also takes a mapping with these keys.
-        constants: Values that the program may use by name: numbers, strings, bools, None, and lists of them.
-        functions: Functions that the program may call by name, in addition to the listed functions of torch. They
-            return tensors. A torch.autograd.Function is called by its `apply`.
-        initialisation: Pattern to scheme, see models/initialisation.py. Applied when all shapes are known.
-        freeze: Patterns of frozen parameters, see models/freezing.py.
+        layers: The layers by name. A layer is a Module, a Parameter, or a list or mapping of these, which becomes a
+            ModuleList, ParameterList, ModuleDict or ParameterDict. A layer may be another container.
+        forward: The forward program (docs/models.md). None calls the layers in order, if the class supports it.
+        container: The container class to use instead of this class. Only for layers that are called in order. None for
+            this class.
+        programs: Additional forward programs by name, with the same layers and inputs. They become methods of the
+            network. A phase may run one instead of `forward` (docs/training.md).
+        inputs: The names of the network's inputs. If there are several, the network also accepts a mapping with these
+            keys.
+        constants: The values that the program may use by name: numbers, strings, bools, None, and lists of these.
+        functions: The functions that the program may call by name, in addition to torch's listed functions. They return
+            tensors. For a torch.autograd.Function, its `apply` is called.
+        initialisation: A mapping of patterns to schemes; see models/initialisation.py. It is applied once all shapes
+            are known.
+        freeze: Patterns of parameters to freeze; see models/freezing.py.
 
     Raises:
-        ProgramError: For an error in the program.
-        ConfigError: For an error in the layers.
+        ProgramError: The program has an error.
+        ConfigError: The layers have an error.
     """
 
     layers_as: ClassVar[Literal["list", "dict"]] = "list"
@@ -79,7 +82,7 @@ class ProgramModel(nn.Module):
     ) -> None:
         super().__init__()
         if container is not None:
-            # torch's lazy layers change their class in the same way.
+            # Changing the class of an object is safe here: torch's lazy layers also do it.
             self.__class__ = self._choose(container, folds=forward is None)
         self.input_names = tuple(inputs)
         self._layer_names = tuple(layers)
@@ -100,7 +103,10 @@ class ProgramModel(nn.Module):
             self.apply_options()
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the program's output. Each instance has its own `forward`, whose parameters are the inputs."""
+        """Return the program's output.
+
+        Each instance overrides this method by a function that has the inputs as parameters.
+        """
         return self.__dict__["forward"](*inputs)
 
     @property
@@ -111,17 +117,17 @@ class ProgramModel(nn.Module):
 
     @property
     def programs(self) -> dict[str, Program]:
-        """The parsed further programs, by name."""
+        """The parsed additional programs, by name."""
         return {name: self._parse(text, used_elsewhere=self._layer_names) for name, text in self._programs.items()}
 
     def graph_module(self, name: str | None = None) -> fx.GraphModule:
-        """Return a torch.fx.GraphModule that shares this network's layers, for passes on graphs.
+        """Return a torch.fx.GraphModule that shares this network's layers, for graph transformations.
 
         Args:
-            name: The name of a further program. None: `forward`.
+            name: The name of an additional program; None for `forward`.
 
         Raises:
-            DependsOnMode: If the program branches on `training`.
+            DependsOnMode: The program branches on `training`.
         """
         program = self.program if name is None else self.programs[name]
         function = self._function(program, asserts=False)
@@ -129,12 +135,12 @@ class ProgramModel(nn.Module):
 
     @property
     def reads_training(self) -> bool:
-        """True if a program reads `training`, so that one forward may not run all its branches."""
+        """Whether a program reads `training`. If it does, a single forward pass may not run all its branches."""
         return any("training" in program.loaded for program in (self.program, *self.programs.values()))
 
     @property
     def chain(self) -> list[str]:
-        """The paths of the layers that are called in order. Empty if a program wires them."""
+        """The paths of the layers that are called in order; empty if the model has a forward program."""
         paths = []
         for name in self._layer_names if self._is_folded else ():
             held = getattr(self, name)
@@ -147,16 +153,23 @@ class ProgramModel(nn.Module):
         return dict(self._constants)
 
     def rebind(self, constants: Mapping[str, object]) -> None:
-        """Change some constants of the program."""
+        """Change constants of the program.
+
+        Args:
+            constants: The new values by name. Constants that are not in this mapping do not change.
+        """
         self._constants |= {name: _constant(name, value) for name, value in constants.items()}
         self._bind()
 
     def apply_freeze(self) -> None:
-        """Freeze the parameters that match `freeze`, also those without a shape yet."""
+        """Freeze the parameters that match `freeze`, including lazy parameters."""
         find_frozen(self, parameters=self._freeze, key="freeze").apply(self)
 
     def apply_options(self) -> None:
-        """Initialize and freeze, once, when every parameter has its shape."""
+        """Initialize and freeze the parameters.
+
+        Later calls change nothing. Must be called after every parameter has its shape.
+        """
         if self._options_pending:
             self._options_pending = False
             initialise(self, self._initialisation)
@@ -223,7 +236,8 @@ class ProgramModel(nn.Module):
         return _FUNCTIONS[key]
 
     def _bind(self) -> None:
-        # On the instance, so that a call is as fast as by hand and signatures show the inputs' names.
+        # The functions are attributes of the instance, so that a call is as fast as in a hand-written module, and the
+        # signature has the names of the inputs.
         self.__dict__["forward"] = self._compile(self.program)
         for name, text in self._programs.items():
             try:
@@ -239,7 +253,7 @@ class ProgramModel(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         bound = {"forward", *self._programs}
-        # torch leaves out other attributes that are bound to this instance, such as a compiled call.
+        # nn.Module removes other attributes that are bound to this instance, such as a compiled call.
         state = super().__getstate__()  # type: ignore[no-untyped-call]  # untyped in torch
         return {name: value for name, value in state.items() if name not in bound}
 
@@ -249,30 +263,33 @@ class ProgramModel(nn.Module):
 
 
 class SequentialModel(ProgramModel):
-    """Layers called in order, or by the program. `layers` in a program is their list."""
+    """Layers that are called in order, or by a program. In a program, the name `layers` is the list of the layers."""
 
 
 class ModuleListModel(ProgramModel):
-    """Lists of layers, made by `repeat`, called in order or by the program. `layers` in a program is their list."""
+    """Lists of layers made by `repeat`, called in order, or by a program.
+
+    In a program, `layers` is the list of the layers.
+    """
 
 
 class ModuleDictModel(ProgramModel):
-    """Layers by name, called in order or by the program. `layers` in a program is their dict."""
+    """Layers by name, called in order, or by a program. In a program, `layers` is the dict of the layers."""
 
     layers_as = "dict"
 
 
 class ParameterListModel(ProgramModel):
-    """Lists of parameters and layers, wired by the program. `layers` in a program is their list."""
+    """Lists of parameters and layers, called by a program. In a program, `layers` is the list of them."""
 
 
 class ParameterDictModel(ProgramModel):
-    """Parameters and layers by name, wired by the program. `layers` in a program is their dict."""
+    """Parameters and layers by name, called by a program. In a program, `layers` is the dict of them."""
 
     layers_as = "dict"
 
 
-# The containers that call their layers in order if there is no program.
+# The containers that can call their layers in order, without a program.
 _FOLDING: dict[str, type[ProgramModel]] = {
     "sequential": SequentialModel,
     "module_list": ModuleListModel,
@@ -320,31 +337,34 @@ def _accept_mapping(function: Callable[..., object], names: tuple[str, ...]) -> 
 
 
 def with_forward(network: nn.Module, name: str) -> nn.Module:
-    """Return a view of a network whose forward is another program or method.
+    """Return a copy of a network with another program or method as its forward.
 
-    It shares layers, parameters, buffers and hooks with the network. Do not register it in a module, which would then
-    have its parameters twice.
+    The copy shares layers, parameters, buffers and hooks with the network. Do not register it in another module,
+    because this module would then have the parameters twice.
 
     Raises:
-        AttributeError: If there is no such program or method.
+        AttributeError: There is no such program or method.
     """
     method = getattr(network, name)
     view = copy.copy(network)  # shallow: the tables of layers and parameters are the same objects
     view.__dict__["forward"] = method
-    # A network compiled by torch.compile would run its own forward.
+    # Otherwise a network compiled by torch.compile would run its compiled forward.
     view.__dict__["_compiled_call_impl"] = None
     view.__dict__["forward_name"] = name
     return view
 
 
 def forward_name(module: nn.Module) -> str | None:
-    """Return the name given to `with_forward`. None for the network itself."""
+    """Return the name that was passed to `with_forward`; None for a network that `with_forward` did not return."""
     name = vars(module).get("forward_name")
     return name if isinstance(name, str) else None
 
 
 def forward_names(network: nn.Module) -> list[str]:
-    """Return the names for `with_forward`: the programs of a YAML model, or the public methods of another module."""
+    """Return the valid names for `with_forward`.
+
+    The names are the programs of a YAML model, or the public methods of another module.
+    """
     if isinstance(network, ProgramModel):
         return list(network.programs)
     classes = type(network).__mro__
@@ -357,7 +377,10 @@ def forward_names(network: nn.Module) -> list[str]:
 
 
 def config_key(network: nn.Module, path: str) -> str:
-    """Return the dotted config key of a submodule. Below a layer that is no container, it continues with the path."""
+    """Return the dotted config key of a submodule.
+
+    Inside a layer that is not a container, the key continues with the path.
+    """
     key, module = "model", network
     for name in path.split(".") if path else ():
         if isinstance(module, ProgramModel):
@@ -371,6 +394,6 @@ def config_key(network: nn.Module, path: str) -> str:
 
 
 def path_of(network: nn.Module, module: nn.Module) -> str:
-    """Return the first path of a submodule. Raise KeyError if it is not in the network."""
+    """Return the first path of a submodule in the network. Raise KeyError if the network does not contain it."""
     paths: dict[nn.Module, str] = {held: path for path, held in reversed(list(network.named_modules()))}
     return paths[module]

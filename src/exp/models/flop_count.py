@@ -1,8 +1,8 @@
-"""Count floating-point operations by operator while a function runs, usually on the meta device.
+"""Counting of floating-point operations by operator while a function runs, usually on the meta device.
 
-`flop_registry` of torch.utils.flop_counter has a formula for each operator's packet, called with the operator's
-arguments and `out_val` (torch 2.13, tested). torch's FlopCounterMode follows the modules by hooks in the graph, which
-refuse a gradient with respect to inputs.
+`flop_registry` of torch.utils.flop_counter has a formula for each operator packet. A formula receives the operator's
+arguments and `out_val` (torch 2.13, tested). torch's FlopCounterMode is not used: it adds hooks to the graph, which do
+not support gradients with respect to inputs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """FLOPs of one sample in one optimizer step. A multiplication and an addition are two.
+    """The FLOPs of one sample in one optimizer step. A multiplication and an addition count as two.
 
-    Matrix products, convolutions and attention are counted. Elementwise operations are not, as in the literature (PaLM,
-    arXiv:2204.02311, appendix B).
+    Matrix products, convolutions and attention are counted. Elementwise operations are not counted, as in the
+    literature (PaLM, arXiv:2204.02311, appendix B).
 
     Args:
-        forward: FLOPs of all forward passes of the step, with the objective.
-        backward: FLOPs of all backward passes.
-        by_operator: FLOPs of both by the operator's name.
-        is_estimated: The backward could not be run and is estimated as twice the forward.
+        forward: The FLOPs of all forward passes in the step, including the objective.
+        backward: The FLOPs of all backward passes in the step.
+        by_operator: The FLOPs of forward and backward passes, by operator name.
+        is_estimated: Whether the backward pass could not be run, and is estimated as twice the forward pass.
     """
 
     forward: float
@@ -46,10 +46,10 @@ class FlopCount:
 
 
 def count_flops(call: Callable[[], T]) -> tuple[T, Counter[str]]:
-    """Return the result of a call, and the FLOPs of its operators by name.
+    """Return the result of a function, and the FLOPs of the operators that it calls, by name.
 
-    On the meta device attention runs as plain matrix products, so that its backward does not repeat the forward as that
-    of a fused kernel does. Recurrent layers run as matrix products, too.
+    On the meta device, attention runs as plain matrix products. Its backward pass therefore does not repeat the forward
+    pass, as that of a fused kernel does. Recurrent layers also run as matrix products.
     """
     counter = _Counter()
     with counter:
@@ -72,9 +72,9 @@ class _Counter(TorchDispatchMode):
 
 
 def flops_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
-    """Return the FLOPs of one call of an operator, including fused kernels of a CPU. 0 if it is not counted.
+    """Return the FLOPs of one call of an operator, including fused CPU kernels; 0 for an operator that is not counted.
 
-    The backward of fused attention counts without the repeated forward, as in `count_flops`.
+    For the backward pass of fused attention, the repeated forward pass is not counted, as in `count_flops`.
     """
     packet = operator.overloadpacket
     if packet in _OWN:
@@ -84,12 +84,18 @@ def flops_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object) -> int:
-    """Return the FLOPs of two products per head: queries by keys, and weights by values."""
+    """Return the FLOPs of the two matrix products per head: queries by keys, and weights by values."""
     return 2 * prod(query.shape) * key.shape[-2] + 2 * prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
 def _recurrent(given: Tensor, of_input: Tensor, of_state: Tensor, *_: object) -> int:
-    """Return the FLOPs of one layer in one direction: two products per step. given: `[T, B, C]`."""
+    """Return the FLOPs of one recurrent layer in one direction: two matrix products per time step.
+
+    Args:
+        given: The inputs, `[T, B, C]`.
+        of_input: The weights of the inputs.
+        of_state: The weights of the state.
+    """
     return 2 * prod(given.shape[:-1]) * (of_input.numel() + of_state.numel())
 
 
@@ -97,8 +103,8 @@ def _matrix(matrix: Tensor, *_: object) -> int:
     return 2 * matrix.numel()
 
 
-# Operators that torch 2.13 does not count, and operators of a CPU that the meta device runs as matrix products. A
-# backward has two products for each product of the forward.
+# Operators that torch 2.13 does not count, and CPU operators that run as matrix products on the meta device. A backward
+# pass has two products for each product of the forward pass.
 _OWN: dict[object, Callable[..., int]] = {
     torch.ops.aten.mv: _matrix,
     torch.ops.aten.dot: _matrix,

@@ -1,4 +1,4 @@
-"""Record one forward of a network: the inputs and output of each module, and the functions that ran in it."""
+"""Recording of a forward pass of a network, with the inputs and outputs of each module, and the torch functions."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from exp.models.containers import path_of
 from exp.models.inference import network_call
 from exp.nested import map_tensors, tensors_in
 
-# Functions that accept a shape or a `dim` on the meta device that every other device refuses (torch 2.13, by its op_db
-# with one size or dim changed).
+# Functions that accept some invalid shapes or dims on the meta device, unlike on every other device. The list was made
+# with torch 2.13, from its op_db with one size or dim changed.
 UNCHECKED_ON_META = frozenset({
     "argsort", "bucketize", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "diagonal_scatter", "fold",
     "index_add", "index_add_", "index_put", "index_put_", "index_reduce", "index_reduce_", "index_select", "put",
     "put_", "select_scatter", "slice_scatter", "softmax", "softmin", "sort",
 })  # fmt: skip
-# Messages of a CPU about dtypes. A GPU may support halves that a CPU does not.
+# Error messages about dtypes on a CPU. OF_HALF matches those that may not occur on a GPU, which supports more
+# operations in half precision.
 OF_DTYPES = re.compile(
     r"dtype|scalar type|not implemented for '|complex types|indices must be|used as indices|"
     r"\b(Long|Int|Short|Char|Byte|Bool|Float|Double|Half|BFloat16|Complex\w+)\b"
 )
 OF_HALF = re.compile(r"not implemented for '(Half|BFloat16)'")
-# The largest call that is repeated on a CPU, in numbers: an embedding of 50,000 words passes.
+# The maximum size of a call that is repeated on a CPU, as the number of elements in its tensors. It includes an
+# embedding of 50,000 words.
 MOST_NUMBERS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a module: its positional inputs and, after it returned, its output."""
+    """A call of a module, with its positional inputs and, once it has returned, its output."""
 
     module: nn.Module
     inputs: tuple[object, ...]
@@ -45,13 +47,13 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A call of a torch function that took a tensor and returned one.
+    """A call of a torch function that received and returned tensors.
 
     Args:
         function: The function.
-        module: The innermost module around the call. None outside of all modules.
-        sources: The tensors among its arguments.
-        results: The tensors that it returned.
+        module: The innermost module that made the call; None outside all modules.
+        sources: The tensors among the arguments.
+        results: The tensors that the function returned.
     """
 
     function: Callable[..., object]
@@ -62,11 +64,11 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardTrace:
-    """A forward of a network on stand-in inputs, usually on the meta device: shapes and dtypes without numbers.
+    """The record of a forward pass on placeholder inputs, usually on the meta device, which has shapes and dtypes only.
 
     Args:
         network: The network.
-        inputs: The batch's entries by name. The network took those that its forward names.
+        inputs: The values of the batch by name. The network received those that its forward has as parameters.
         output: The network's output.
         calls: The calls of all modules, in the order in which they returned.
         operations: The calls of torch functions, in order.
@@ -79,7 +81,10 @@ class ForwardTrace:
     operations: Sequence[Operation]
 
     def by_path(self) -> Mapping[str, Sequence[Call]]:
-        """Return the calls of each module of the network, by the module's path. The network's own path is ''."""
+        """Return the calls of each module of the network, by the module's path.
+
+        The path of the network itself is empty.
+        """
         paths = {module: path for path, module in reversed(list(self.network.named_modules()))}
         found: dict[str, list[Call]] = {}
         for call in self.calls:
@@ -89,10 +94,11 @@ class ForwardTrace:
 
     @property
     def multiply_adds(self) -> Sequence[float]:
-        """The multiply-adds of each operator with parameters for one sample: parameters times output positions.
+        """The multiply-adds of each call of an operator with parameters, for one sample: parameters times output
+        positions.
 
-        Exact for linear, convolutional and recurrent layers. Each step of a recurrent layer is an operator. Products of
-        activations, as in attention, are left out.
+        The numbers are exact for linear, convolutional and recurrent layers. Each time step of a recurrent layer is a
+        separate element. Products of activations, as in attention, are not included.
         """
         samples = len(next(iter(self.inputs.values())))
         return [size / samples for call in self.calls for size in _operators(call)]
@@ -103,7 +109,7 @@ def _operators(call: Call) -> Sequence[float]:
     own = list(call.module.parameters(recurse=False))
     if output is None or not own:
         return []
-    # A kernel's channels are the second dimension, features the last.
+    # The channels of a convolution are on the second axis, and features of other layers on the last.
     channels = output.shape[1] if max(one.dim() for one in own) > 2 and output.dim() > 2 else output.shape[-1]
     size = sum(one.numel() for one in own) * output.numel() / max(channels, 1)
     steps = 1
@@ -117,9 +123,9 @@ class Arithmetic:
     """The dtypes in which a run computes.
 
     Args:
-        autocast: The dtype of torch.autocast. None (default): no autocast.
-        mixes: Whether the network's floats have the dtypes of the run. False if precision changes the dtype of
-            parameters: mixed dtypes here say nothing about the run then. Default: true.
+        autocast: The dtype of torch.autocast; None (default) for no autocast.
+        mixes: Whether the network's dtypes in the trace are those of the run, default true. False if the precision
+            changes the dtype of parameters before the run. Errors about mixed dtypes in the trace are then meaningless.
     """
 
     autocast: torch.dtype | None = None
@@ -131,7 +137,7 @@ SINGLE = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A torch function that raised, and the tensors among its arguments."""
+    """A torch function that raised an error, and the tensors among its arguments."""
 
     error: BaseException
     function: Callable[..., object]
@@ -139,16 +145,16 @@ class Refused:
 
 
 class Recorder(TorchFunctionMode):
-    """Context that records every module's calls, and the functions called in them.
+    """Context that records the calls of all modules, and of the torch functions in them.
 
-    A function with several dtypes, or with other numbers than floats, is repeated on a CPU, because the meta device
-    accepts some calls that no other device does.
+    Some calls succeed on the meta device, but on no other device. Therefore, a function that receives several dtypes,
+    or a dtype that is not floating-point, is repeated on a CPU.
 
     Attributes:
-        calls: The finished calls, in that order.
-        operations: The functions that took and returned tensors.
-        inside: The innermost unfinished call: after an exception, the failed one.
-        refused: The last function that raised.
+        calls: The completed calls of modules, in the order in which they returned.
+        operations: The calls of functions that received and returned tensors.
+        inside: The innermost call that has not returned. After an exception, it is the failed call.
+        refused: The last function that raised an error.
 
     Args:
         arithmetic: The dtypes of the run.
@@ -161,7 +167,7 @@ class Recorder(TorchFunctionMode):
         self.clear()
 
     def clear(self) -> None:
-        """Discard what was recorded."""
+        """Delete all records."""
         self.calls: list[Call] = []
         self.operations: list[Operation] = []
         self.refused: Refused | None = None
@@ -176,13 +182,20 @@ class Recorder(TorchFunctionMode):
         return self._stack[0].module if self._stack else None
 
     def path_of(self, network: nn.Module, module: nn.Module) -> str:
-        """Return the path of a module, or of the innermost module around it if the forward has made it."""
+        """Return the path of a module in the network.
+
+        If the forward pass has created the module, return the path of the innermost module of the network that is
+        running.
+        """
         held = set(network.modules())
         known = [call.module for call in self._stack if call.module in held]
         return path_of(network, module if module in held else known[-1] if known else network)
 
     def trace(self, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-        """Run the network on a batch's entries, inside the context. Raise what the forward raises."""
+        """Return the record of a forward pass.
+
+        Must be called inside the context. Exceptions of the forward pass are raised.
+        """
         self.clear()
         output = network_call(network, tuple(inputs))(network, inputs)
         return ForwardTrace(network=network, inputs=inputs, output=output, calls=self.calls, operations=self.operations)
@@ -225,7 +238,7 @@ class Recorder(TorchFunctionMode):
     def _repeat_on_cpu(
         self, function: Callable[..., object], arguments: Sequence[object], named: Mapping[str, object]
     ) -> None:
-        """Raise what a CPU raises because of dtypes, shapes or dims. All values are zeros."""
+        """Repeat a call on a CPU with zeros. Raise errors about dtypes, shapes or dims."""
         name = getattr(function, "__name__", "")
         question = function, str(map_tensors([arguments, named], lambda one: (one.shape, one.dtype)))
         if question in self._asked or name == "__get__":
@@ -237,20 +250,20 @@ class Recorder(TorchFunctionMode):
             try:
                 function(*map(_on_a_cpu, arguments), **{name: _on_a_cpu(value) for name, value in named.items()})
             except (RuntimeError, TypeError, IndexError, ValueError) as error:
-                # Other messages, such as those on a matrix without an inverse, are caused by the zeros.
+                # The zeros cause other errors, such as that of a matrix without an inverse.
                 is_certain = name in UNCHECKED_ON_META or OF_DTYPES.search(str(error))
                 if is_certain and not OF_HALF.search(str(error)):
                     raise
 
     def _record_return(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        # If a module caught an exception of an inner module, the inner call is still on the stack.
+        # If a module has caught an exception of an inner module, the call of the inner module is still on the stack.
         while self._stack and self._stack.pop().module is not module:
             pass
         self.calls.append(Call(module, inputs, output))
 
 
 def _is_repeatable(sources: Sequence[Tensor], name: str, arithmetic: Arithmetic) -> bool:
-    """Return whether another device may refuse a call that the meta device accepts, and a CPU can repeat it."""
+    """Return whether a call may fail on other devices than the meta device, and can be repeated on a CPU."""
     dtypes = {one.dtype for one in sources}
     floats = {one for one in dtypes if one.is_floating_point or one.is_complex}
     is_of_one = len(dtypes) < 2 and all(one.is_floating_point for one in dtypes)

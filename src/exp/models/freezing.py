@@ -1,4 +1,4 @@
-"""Frozen parameters and BatchNorm statistics of a network, and the epochs in which they are unfrozen.
+"""Freezing of parameters and BatchNorm statistics, and unfreezing at given epochs.
 
 freeze: {parameters: ["encoder.*", Embedding], batch_norm: eval, unfreeze: {10: ["encoder.3.*"]}}
 """
@@ -22,11 +22,11 @@ UNFREEZE = "freeze.unfreeze"
 
 @dataclass(frozen=True, kw_only=True)
 class Freezing:
-    """The frozen parts of a network, with the epochs in which they are unfrozen.
+    """The frozen parameters and BatchNorms of a network, with the epochs at which they are unfrozen.
 
     Args:
-        until: Name of a parameter to the epoch from which it is trained, or NEVER.
-        norms: Path of a BatchNorm that keeps its statistics to the epoch from which it updates them, or NEVER.
+        until: The epoch from which a parameter is trained, by parameter name; NEVER if it is always frozen.
+        norms: The epoch from which a BatchNorm updates its statistics, by path; NEVER if they are always frozen.
     """
 
     until: Mapping[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Freezing:
 
     @property
     def changes(self) -> bool:
-        """True if an epoch of training unfreezes parameters."""
+        """Whether parameters are unfrozen at some epoch."""
         return any(epoch < NEVER for epoch in self.until.values())
 
     def learns_at_first(self, network: nn.Module) -> bool:
@@ -42,17 +42,20 @@ class Freezing:
         return any(one.requires_grad and name not in self.until for name, one in network.named_parameters())
 
     def apply(self, network: nn.Module) -> None:
-        """Freeze what is never unfrozen. Other parameters keep requires_grad, so that an optimizer takes them."""
+        """Freeze what is never unfrozen.
+
+        Parameters that are unfrozen later keep requires_grad, so that the optimizer gets them.
+        """
         self._set({name: False for name, epoch in self.until.items() if epoch == NEVER}, network)
         self._hold({path: True for path, epoch in self.norms.items() if epoch == NEVER}, network)
 
     def begin_epoch(self, network: nn.Module, epoch: int) -> None:
-        """Freeze and unfreeze for an epoch, counted from 0. The result depends only on the epoch."""
+        """Freeze and unfreeze parameters and statistics for an epoch, from 0. The result depends only on the epoch."""
         self._set({name: end <= epoch for name, end in self.until.items()}, network)
         self._hold({path: end > epoch for path, end in self.norms.items()}, network)
 
     def learning(self, epoch: int) -> frozenset[str]:
-        """Return the names of the parameters, frozen at first, that are trained in an epoch."""
+        """Return the names of initially frozen parameters that are trained in an epoch."""
         return frozenset(name for name, end in self.until.items() if end <= epoch)
 
     def _set(self, learning: Mapping[str, bool], network: nn.Module) -> None:
@@ -65,7 +68,7 @@ class Freezing:
             norm = network.get_submodule(path)
             if is_held:
                 norm.eval()
-                # train() of the whole network does not change this norm. A copy of the norm has its own `train`.
+                # This attribute overrides the method, so that train() of the whole network does not change this norm.
                 vars(norm)["train"] = functools.partial(_keep_mode, norm)
             elif "train" in vars(norm):
                 del vars(norm)["train"]
@@ -73,7 +76,7 @@ class Freezing:
 
 
 def held_norms(network: nn.Module) -> list[nn.Module]:
-    """Return the norms that keep their statistics now."""
+    """Return the BatchNorms that currently have frozen statistics."""
     return [module for module in network.modules() if "train" in vars(module)]
 
 
@@ -85,19 +88,19 @@ def find_frozen(
     unfreeze: Mapping[int, Sequence[str]] | None = None,
     key: str = "freeze.parameters",
 ) -> Freezing:
-    """Return the frozen parts of a network that patterns match, without changing the network.
+    """Return the parts of a network to freeze. The network is not changed.
 
     Args:
         network: The network.
-        parameters: Patterns of frozen parameters, see `find_parameters`.
-        batch_norm: `eval`: a BatchNorm with frozen parameters or statistics keeps its statistics and normalizes by
-            them. `train` (default): it uses and updates those of each batch.
-        unfreeze: Epoch, counted from 0, to patterns of frozen parameters that are trained from then on. Epoch 0 makes
-            exceptions, such as a head when `*` is frozen.
-        key: The config key of the patterns.
+        parameters: Patterns of parameters to freeze; see `find_parameters`.
+        batch_norm: `eval` freezes the statistics of a BatchNorm with frozen parameters or statistics, and normalizes by
+            them. `train` (default) normalizes by the statistics of each batch, and updates the running statistics.
+        unfreeze: A mapping of epochs, from 0, to patterns of frozen parameters that are trained from this epoch. Epoch
+            0 makes exceptions, such as a head if `parameters` is `*`.
+        key: The config key of the patterns, for messages.
 
     Raises:
-        ConfigError: For every pattern that matches nothing.
+        ConfigError: A pattern matches no parameter. There is one error for each such pattern.
     """
     names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     statistics = {path: f"{path}.running_mean" for path, one in network.named_modules() if _has_statistics(one)}

@@ -1,4 +1,4 @@
-"""A network as a torch.fx graph with a node for each operation and each call of a layer, and the nodes' values."""
+"""Networks as torch.fx graphs. A graph has a node for each operation and each call of a layer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from torch import Tensor, fx, nn
 
 from exp.models.compiler import GIVEN, MODE
 
-# A tensor about which nothing else is known.
+# A placeholder for a value that is known to be a tensor of unknown shape.
 TENSOR = torch.empty(0, device="meta")
 
 
 class DependsOnMode(ValueError):
-    """A network whose graphs in training and in evaluation differ, so that torch.fx can record only one of them."""
+    """The graphs of a network in training and in evaluation differ. torch.fx can record only one of them."""
 
 
 def graph_of_function(network: nn.Module, function: FunctionType) -> fx.Graph:
-    """Return the graph of a compiled program, whose nodes read layers, parameters and `training` from the network.
+    """Return the graph of a compiled program. Loops and constants are unrolled.
 
-    Loops and constants are unrolled. Raise DependsOnMode if the program branches on `training`.
+    The nodes read layers, parameters and the flag `training` from the network.
+
+    Raises:
+        DependsOnMode: The program branches on `training`.
     """
     tracer = _Tracer()
     namespace = {name: _recorder(tracer, name, value) for name, value in function.__globals__.items()}
     forward = FunctionType(function.__code__, namespace, "forward")
-    # torch.fx traces the forward of a class, and a program is an attribute of its instance.
+    # torch.fx traces the forward method of the class, but a program is an attribute of the instance.
     kind: type[nn.Module] = type(type(network).__name__, (type(network),), {"forward": forward})
     view: nn.Module = object.__new__(kind)
     view.__dict__.update(vars(network))
@@ -47,12 +50,15 @@ class _Tracer(fx.Tracer):
 
 
 def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
-    """Return a function that records a node when it is called with a part of the graph. Other values do not change."""
+    """Return a function that records a graph node when it is called with graph values.
+
+    Return a non-callable value unchanged.
+    """
     if name == MODE:
         return lambda network: tracer.create_proxy("get_attr", "training", (), {})
     if not callable(value):
         return value
-    # Always for torch's functions: `arange` and `rand` of plain sizes belong to the run, too.
+    # Functions of torch are always recorded, because `arange` and `rand` of constant sizes must also run in each step.
     always = name.startswith(("torch.", f"{GIVEN}."))
 
     def call(*args: object, **kwargs: object) -> object:
@@ -66,17 +72,17 @@ def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
 def graph_of(network: nn.Module) -> fx.Graph:
     """Return the torch.fx graph of a module that is not a container of exp. Its leaves are torch's layers.
 
-    torch.fx records the value of `self.training` during the trace, so that a functional dropout would stay on in
-    evaluation. A leaf keeps its flag.
+    The module is traced in both modes, because torch.fx records the value of `self.training` during the trace:
+    functional dropout would stay on in evaluation. Layers that are leaves read their own flag when they run.
 
     Raises:
-        ValueError: With torch's reason if the module cannot be traced.
-        DependsOnMode: If the graphs in training and in evaluation differ.
+        ValueError: The module cannot be traced. The message has torch's reason.
+        DependsOnMode: The graphs in training and in evaluation differ.
     """
     modes = {module: module.training for module in network.modules()}
     try:
         evaluated, constants = _trace(network, training=False)
-        # Remove the constants, so that those of the next trace get the same names.
+        # The constants are removed, so that the next trace gives its constants the same names.
         for name in constants:
             delattr(network, name)
         trained, others = _trace(network, training=True)
@@ -90,8 +96,8 @@ def graph_of(network: nn.Module) -> fx.Graph:
 
 
 def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, object]]:
-    """Return the graph in one mode, and the constants that torch.fx has set as attributes of the network."""
-    # Not by `train`, which a user's network may override.
+    """Return the graph in one mode, and the constants that torch.fx added as attributes of the network."""
+    # The flag is set directly, because a user's network may override `train`.
     for module in network.modules():
         module.training = training
     before = set(vars(network))
@@ -104,7 +110,7 @@ def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, o
 
 
 def _equal(one: object, other: object) -> bool:
-    """Return whether two constants are equal. On the meta device only shapes and dtypes are compared."""
+    """Return whether two constants are equal. On the meta device, only shapes and dtypes are compared."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
     alike = one.shape == other.shape and one.dtype == other.dtype
@@ -114,12 +120,12 @@ def _equal(one: object, other: object) -> bool:
 def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, object]:
     """Return the values of the graph's nodes by name, with tensors on the meta device.
 
-    The result is empty if a forward on the meta device fails because an operator needs numbers.
+    The result is empty if the forward pass fails on the meta device because an operator needs real numbers.
 
     Args:
         network: The network.
-        graph: Its graph.
-        inputs: Stand-ins for the network's inputs, on any device.
+        graph: The graph of the network.
+        inputs: Placeholders for the network's inputs, on any device.
     """
     forward = _Kept(fx.GraphModule(on_meta(network), graph))
     try:
@@ -132,7 +138,7 @@ def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> 
 
 
 def on_meta(network: nn.Module) -> nn.Module:
-    """Return a copy of a network whose parameters and buffers are on the meta device, without memory."""
+    """Return a copy of a network with parameters and buffers on the meta device, which need no memory."""
     tensors = [*network.parameters(), *network.buffers()]
     memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in tensors}
     return copy.deepcopy(network, memo)

@@ -1,4 +1,4 @@
-"""Infer sizes that a config omits: lazy layers get their shapes from one forward of a stand-in batch."""
+"""Inference of sizes that the config omits. Lazy layers get their shapes from a forward pass of a placeholder batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exp.errors import ConfigError, RunError
 from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.shared_types import INPUT, DataSpec
 
-# A class, its lazy class, and the parameter that may be omitted. torch has no lazy recurrent layers.
+# The lazy class of each layer class, and the parameter that may be omitted. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Linear: (nn.LazyLinear, "in_features"),
     nn.Conv1d: (nn.LazyConv1d, "in_channels"),
@@ -32,7 +32,7 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 
 
-# The length in a stand-in batch of an axis whose length differs between batches.
+# The length in a placeholder batch of an axis with a variable length.
 STAND_IN_LENGTH = 16
 
 Result = TypeVar("Result")
@@ -41,26 +41,31 @@ Value = TypeVar("Value")
 
 class NetworkCall(Protocol):
     def __call__(self, run: Callable[..., Result], data: Mapping[str, Value]) -> Result:
-        """Return the output of `run`, the network or a substitute, for a batch's entries."""
+        """Return the output of a network for the values of a batch.
+
+        Args:
+            run: The network, or a substitute.
+            data: The values of the batch by name.
+        """
 
 
 def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Module] | None:
-    """Return the class that infers the size that is not among the given parameters, or None.
+    """Return the lazy class that infers the omitted size; None if the size is given, or if there is no lazy class.
 
     Args:
         cls: The layer's class.
         given: The names of the given parameters.
-        positional: The number of positional arguments. The size is the first parameter.
+        positional: The number of positional arguments. The first parameter is the size.
     """
     lazy, inferred = LAZY_CLASSES.get(cls, (None, ""))
     return None if inferred in given or positional else lazy
 
 
 def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return stand-ins for the network's inputs by name: zeros `[batch_size, *shape]` of the declared dtype.
+    """Return placeholders for the network's inputs by name: zeros `[batch_size, *shape]` of the declared dtypes.
 
-    Zeros are valid class and character numbers, too. The batch has 2 samples, because batch norm refuses one sample in
-    training. A length that differs between batches is STAND_IN_LENGTH.
+    Zeros are also valid class numbers and character numbers. The batch has 2 samples by default, because batch norm
+    rejects a single sample in training. An axis of variable length has the length STAND_IN_LENGTH.
     """
     return {
         name: torch.zeros(
@@ -73,7 +78,7 @@ def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device 
 
 
 def input_names(network: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of a network's forward that entries of a batch may fill by name."""
+    """Return the parameters of a network's forward that can receive values of a batch by name."""
     return tuple(
         name
         for name, parameter in inspect.signature(network.forward).parameters.items()
@@ -82,13 +87,14 @@ def input_names(network: nn.Module) -> tuple[str, ...]:
 
 
 def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCall:
-    """Return the call of a network with a batch's entries: those that its forward names, in its order.
+    """Return a function that calls a network with the values of a batch.
 
-    If its forward names none of them, it gets the only input that the data declares. If it takes any name, it gets all.
+    The network receives the values that its forward names, in the order of its parameters. If its forward names none of
+    them, it receives the only input that the data declares. If its forward has **kwargs, it receives all inputs.
 
     Args:
         network: The network.
-        inputs: The names that the data declares, DataSpec.inputs.
+        inputs: The names of the inputs that the data declares, DataSpec.inputs.
     """
     parameters = list(inspect.signature(network.forward).parameters.values())
     names = input_names(network)
@@ -97,7 +103,7 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
     takes_one = bool(by_place) or any(one.kind is one.VAR_POSITIONAL for one in parameters)
     if any(one.kind is one.VAR_KEYWORD for one in parameters) and (len(inputs) > 1 or not takes_one):
         names = tuple(dict.fromkeys((*names, *inputs)))
-    # The first parameters are passed by position, because hooks and graphs read them there.
+    # The first parameters are passed by position, because hooks and graphs only receive positional arguments.
     leading = [one.name for one in by_place]
     only = inputs[0] if len(inputs) == 1 else "input"
 
@@ -117,24 +123,26 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
 
 
 def example_arguments(network: nn.Module, spec: DataSpec) -> tuple[Tensor, ...]:
-    """Return the stand-ins that the network's forward takes by position, on the meta device."""
+    """Return placeholders for the positional arguments of the network's forward, on the meta device."""
     inputs = example_inputs(spec, device="meta")
     found: tuple[Tensor, ...] = network_call(network, tuple(inputs))(lambda *given, **_: given, inputs)
     return found
 
 
 def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Give every lazy layer its shape by one forward, then initialize and freeze as the containers require.
+    """Give every lazy layer its shape by one forward pass.
 
-    The forward runs in evaluation mode without gradients, so it changes no running statistics. Its exceptions are
-    raised unchanged.
+    Then initialize and freeze parameters as the containers declare.
+
+    The forward pass runs in evaluation mode without gradients, so that it changes no running statistics. Its exceptions
+    are raised unchanged.
 
     Args:
         network: The network.
-        inputs: The entries of a batch by name. They are used only if a layer is lazy.
+        inputs: The values of a batch by name. They are used only if a layer is lazy.
 
     Raises:
-        ConfigError: With the key below `model`, for an initialisation or a freeze that matches nothing.
+        ConfigError: A pattern of `initialisation` or `freeze` matches no parameter. The keys are below `model`.
     """
     lazy = [module for module in network.modules() if isinstance(module, LazyModuleMixin)]
     if lazy or any(map(is_lazy, (*network.parameters(), *network.buffers()))):
@@ -143,15 +151,15 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         try:
             with torch.no_grad():
                 network_call(network, tuple(inputs))(network, inputs)
-                # Some layers are used only by a further program.
+                # Some layers may be used only by an additional program.
                 for name in network.programs if isinstance(network, ProgramModel) else ():
                     view = with_forward(network, name)
                     network_call(view, tuple(inputs))(view, inputs)
         finally:
             for module in network.modules():
-                # A lazy layer changes its class in place, so every module is in `modes`.
+                # A lazy layer changes its class in place, so that `modes` contains every module.
                 module.training = modes[module]
-    # Innermost first, so that a pattern of the outer model takes precedence.
+    # Inner models come first, so that the patterns of an outer model take precedence.
     for path, module in reversed(list(network.named_modules())):
         if isinstance(module, ProgramModel):
             try:

@@ -1,4 +1,4 @@
-"""Initial values of parameters, selected by name or by type.
+"""Initialization of parameters that are selected by name or by type.
 
 initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
 """
@@ -25,17 +25,17 @@ Scheme = str | Mapping[str, object]
 
 
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
-    """Fill the parameters that the patterns match. The last matching pattern is used.
+    """Initialize the parameters that match patterns. If several patterns match a parameter, the last is used.
 
     The row of an embedding's padding_idx keeps its values.
 
     Args:
         network: The network.
-        patterns: Pattern (see `find_parameters`) to a scheme: a name of SCHEMES, or a mapping with `name` and the
-            parameters of the function of torch.nn.init.
+        patterns: A mapping of patterns (see `find_parameters`) to schemes. A scheme is a name in SCHEMES, or a mapping
+            with `name` and the arguments of the function in torch.nn.init.
 
     Raises:
-        ConfigError: If a pattern matches nothing or a scheme is unknown. The keys begin with `initialisation`.
+        ConfigError: A pattern matches no parameter, or a scheme is unknown. The keys begin with `initialisation`.
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
     chosen: dict[Tensor, str] = {}  # a tied parameter matches by any of its names
@@ -53,7 +53,10 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
 
 
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:
-    """Fill a parameter by a scheme. Raise ConfigError at `key` if the scheme is unknown or does not fit."""
+    """Initialize a parameter.
+
+    Raise ConfigError at `key` if the scheme is unknown or does not support the parameter's shape.
+    """
     name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
     options.pop("name", None)
     if name not in SCHEMES:

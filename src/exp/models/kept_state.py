@@ -1,4 +1,7 @@
-"""Find state of a network, except numbers in buffers, that a forward changes: call counters, caches, parameters."""
+"""Detection of state that a forward pass changes, such as call counters, caches and parameters.
+
+Changed numbers in buffers are not reported by default.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 logger = logging.getLogger(__name__)
 
-# The classes of these packages keep no state.
+# Packages with classes that store no state in class attributes.
 LIBRARIES = ("torch", "builtins")
 
 
 class KeptState:
-    """A snapshot of the attributes of a network's modules and their classes, in any nesting.
+    """A snapshot of the attributes of a network's modules and of their classes, at any depth.
 
-    A tensor is unchanged if its object, its memory and its version are unchanged.
+    A tensor counts as unchanged if it is the same object with the same memory and version.
 
     Args:
         network: The network.
-        with_buffers: Whether the version of a buffer counts, which most changes of its numbers increase.
+        with_buffers: Whether a new version of a buffer counts as a change. Most changes of its numbers increase the
+            version.
     """
 
     def __init__(self, network: nn.Module, *, with_buffers: bool = False) -> None:
@@ -36,12 +40,12 @@ class KeptState:
         self._prints = dict(self._named_values())
 
     def changes(self) -> list[str]:
-        """Return the dotted names of attributes that have changed since the snapshot."""
+        """Return the dotted names of the attributes that have changed since the snapshot."""
         now = KeptState(self._network, with_buffers=self._with_buffers)._prints
         return [name for name in {**self._prints, **now} if self._prints.get(name) != now.get(name)]
 
     def identity(self, value: object) -> object:
-        """Return the identity of a tensor or of a module of the network. None for any other object."""
+        """Return a value that identifies a tensor or a module of the network; None for any other object."""
         if isinstance(value, nn.Module) and value in self._modules:
             return id(value)
         if not isinstance(value, Tensor):
@@ -63,7 +67,7 @@ class KeptState:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler for comparison only, which writes the id and the attributes of objects that pickle refuses."""
+    """A pickler for comparison only. For objects that cannot be pickled, it writes the id and the attributes."""
 
     def __init__(self, file: BytesIO, state: KeptState) -> None:
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""Layers of YAML models that torch lacks, and lists and mappings of layers and parameters."""
+"""Layers for YAML models that torch does not have, and conversion of lists and mappings to layers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from exp.errors import config_error
 from exp.models.initialisation import Scheme, fill
 
 Shape = Sequence[Annotated[int, Ge(0)]]
-# A value of `layers`.
+# The type of a value in `layers`.
 Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 
 
 class Parameter(nn.Module):
-    """A parameter among a model's layers, such as a class token, a scale or learned positions.
+    """A parameter in a model's `layers`, such as a class token, a scale or learned positions.
 
-    A container of models/containers.py replaces this layer by the parameter itself. Its key in the state dict is then
-    the name of the layer, and a program uses the name as a tensor. `repeat` of it makes an nn.ParameterList.
+    A container of models/containers.py registers the parameter instead of this layer. The key in the state dict is then
+    the name of the layer, and a program uses the name as a tensor. A `repeat` of this layer becomes an
+    nn.ParameterList.
 
     Args:
-        shape: The shape; [] makes a single number.
-        initialisation: A scheme of models/initialisation.py, default zeros.
-        trainable: False makes a constant that is saved but not trained. Default: true.
+        shape: The shape; [] for a single number.
+        initialisation: A scheme; see models/initialisation.py. Default zeros.
+        trainable: Whether the parameter is trained, default true. If false, it is a constant in the state dict.
     """
 
     def __init__(self, *, shape: Shape, initialisation: Scheme = "zeros", trainable: bool = True) -> None:
@@ -42,10 +43,11 @@ class Parameter(nn.Module):
 class Noise(nn.Module):
     """Random numbers for each sample of a batch, such as a generator's input.
 
-    They come from torch's generator, which is seeded before each step, so that a resumed run draws the same numbers.
+    The numbers are drawn from torch's generator. exp seeds it before each step, so that a resumed run draws the same
+    numbers.
 
     Args:
-        shape: The shape of one sample's numbers.
+        shape: The shape of the numbers for one sample.
         distribution: `normal` (default) with mean 0 and variance 1, or `uniform` from 0 to 1.
     """
 
@@ -55,14 +57,22 @@ class Noise(nn.Module):
         self.distribution = distribution
 
     def forward(self, like: Tensor) -> Tensor:
-        """Return noise `[B, *shape]` for a batch `[B, ...]`, in its dtype or, for integers, the default dtype."""
+        """Return noise `[B, *shape]` for a batch `[B, ...]`.
+
+        The dtype is that of the batch, or the default dtype if the batch has integers.
+        """
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         draw = torch.randn if self.distribution == "normal" else torch.rand
         return draw((like.shape[0], *self.shape), dtype=dtype, device=like.device)
 
 
 def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:
-    """Return the module or parameter that the network registers for a value of `layers`."""
+    """Return the module or parameter to register for a value in `layers`.
+
+    Args:
+        layer: A module, a parameter, or a list or mapping of these.
+        key: The config key of the value, for messages.
+    """
     if isinstance(layer, Parameter):
         return layer.value
     if isinstance(layer, nn.Module) and type(layer) is not nn.ModuleList:
@@ -78,7 +88,7 @@ def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:
         if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
             return nn.ParameterList(parts.values())
         modules = nn.ModuleList(_modules_only(parts, key).values())
-        # Elements of a `repeat` (a ModuleList) and of a list in the config have different config keys.
+        # config_key needs this flag, because elements of a `repeat` and of a list have different config keys.
         modules.__dict__["repeated"] = isinstance(layer, nn.ModuleList)
         return modules
     expected = "a layer, a parameter, or a list or mapping of them"

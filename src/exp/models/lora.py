@@ -2,8 +2,8 @@
 
     weight = original + alpha / rank * b a        a [rank, in], b [out, rank], b starts at 0
 
-E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3. The sum is computed when a layer
-reads its weight (torch.nn.utils.parametrize), also in convolutions, attention and torch's fast paths.
+E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3. The sum is computed whenever a layer
+reads its weight (torch.nn.utils.parametrize). This also works in convolutions, attention and torch's fast paths.
 
 lora: {layers: ["*.query", "*.value"], rank: 8, alpha: 16, trained: ["classifier.*"]}
 """
@@ -24,18 +24,20 @@ from exp.models.freezing import Statistics, find_frozen
 from exp.models.matching import find_parameters
 from exp.spelling import among
 
-# torch.nn.utils.parametrize puts this between the names of a layer and its weight.
+# torch.nn.utils.parametrize inserts this text between the names of a layer and its weight.
 INSIDE = ".parametrizations."
 ORIGINAL, OWN = ".original", (".0.a", ".0.b", ".0.alpha")
 
 
 class LowRank(nn.Module):
-    """The product that is added to a weight. The first axis of the weight is the outputs, the others are flattened.
+    """The low-rank product that is added to a weight.
+
+    The first axis of the weight is the output; the others are flattened.
 
     Args:
-        weight: The weight, which determines device and dtype.
+        weight: The weight, which determines the device and the dtype.
         rank: The rank of the product.
-        alpha: The product is scaled by alpha / rank.
+        alpha: The numerator of the factor alpha / rank, by which the product is scaled.
     """
 
     alpha: Tensor
@@ -46,7 +48,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.scale = alpha / rank
-        # In the state dict, so that `merge_state_dict` needs nothing else.
+        # alpha is a buffer, so that `merge_state_dict` needs only the state dict.
         self.register_buffer("alpha", torch.tensor(float(alpha), device=weight.device))
 
     def forward(self, original: Tensor) -> Tensor:
@@ -65,18 +67,18 @@ def adapt(
     trained: Sequence[str] = (),
     batch_norm: Statistics = "train",
 ) -> None:
-    """Add LowRank to the matched weights, in place, and freeze everything else.
+    """Add a LowRank to each matched weight, in place, and freeze all other parameters.
 
     Args:
         network: The network.
-        layers: Patterns, see `find_parameters`. Matched weights with two or more axes are adapted.
+        layers: Patterns; see `find_parameters`. Matched weights with two or more axes are adapted.
         rank: See LowRank.
-        alpha: See LowRank. None: the rank.
-        trained: Patterns of parameters that are trained in full, such as a new head, even if `layers` matches them.
+        alpha: See LowRank; None for the rank.
+        trained: Patterns of parameters that are fully trained, such as a new head, even if `layers` matches them.
         batch_norm: See `find_frozen`.
 
     Raises:
-        ConfigError: For every pattern that matches nothing, or no weight that can be adapted.
+        ConfigError: A pattern matches no parameter, or no weight that can be adapted. There is one error per pattern.
     """
     errors: list[ErrorDetails] = []
     found = [_weights(network, one, key=f"lora.layers.{index}", errors=errors)
@@ -96,19 +98,19 @@ def adapt(
 
 
 def is_adapted(network: nn.Module) -> bool:
-    """Return whether the network has a LowRank."""
+    """Return whether the network contains a LowRank."""
     return any(isinstance(module, LowRank) for module in network.modules())
 
 
 @torch.no_grad()
 def merge(network: nn.Module) -> None:
-    """Add the products to the weights and remove LowRank, in place.
+    """Add the low-rank products to the weights and remove LowRank, in place.
 
-    torch derives a class from the layer's class, which copies of the layer share (seen in torch 2.13, and tested).
-    remove_parametrizations would change that class and break the copies.
+    torch's remove_parametrizations is not used. torch gives an adapted layer a derived class, which copies of the layer
+    share (seen in torch 2.13, and tested). remove_parametrizations would change that class, and break the copies.
 
     Raises:
-        RunError: If a layer also has other parametrizations.
+        RunError: A layer has other parametrizations than LowRank.
     """
     for path, module in list(network.named_modules()):
         held = module.parametrizations if parametrize.is_parametrized(module) else None
@@ -124,7 +126,10 @@ def merge(network: nn.Module) -> None:
 
 
 def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of an adapted network with merged weights. Other state dicts do not change."""
+    """Return the state dict of an adapted network with the products added to the weights.
+
+    A state dict without LowRank is returned unchanged.
+    """
     found = originals(weights)
     for name, tensor in weights.items():
         base = name.removesuffix(ORIGINAL)
@@ -136,7 +141,7 @@ def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict by their names without LowRank, and without LowRank's own tensors."""
+    """Return the tensors of a state dict by their names without LowRank. Tensors of LowRank itself are left out."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         base = next((name.removesuffix(end) for end in (ORIGINAL, *OWN) if name.endswith(end)), name)
@@ -149,7 +154,7 @@ def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
-    """Return the names of the weights that a pattern matches."""
+    """Return the names of the weights that a pattern matches and that can be adapted."""
     meant = find_parameters(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
@@ -161,6 +166,6 @@ def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDe
 
 def _is_weight(network: nn.Module, name: str) -> bool:
     path, _, own = name.rpartition(".")
-    # Recurrent layers read their weights from a private list, without the parametrization.
+    # Recurrent layers read their weights from a private list, which bypasses the parametrization.
     is_recurrent = isinstance(network.get_submodule(path), nn.RNNBase)
     return "weight" in own and network.get_parameter(name).dim() > 1 and not is_recurrent

@@ -1,4 +1,4 @@
-"""Select modules of a network by name pattern or type, and the parameters in them."""
+"""Selection of modules and parameters of a network, by pattern of names or by type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exp.spelling import among, did_you_mean
 # The base class of torch's batch norms and of users' variants. It has no public name in torch.nn.modules.batchnorm;
 # nn.SyncBatchNorm.convert_sync_batchnorm uses it, too (seen in torch 2.13).
 ANY_BATCH_NORM = nn.BatchNorm2d.__mro__[1]
-# The bases of torch's other norms are private, so the classes are listed.
+# The base classes of torch's other norms are private, so the classes are listed.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 # Norms with num_features, the size of axis 1 of their input.
@@ -24,7 +24,7 @@ NORMS = (*FEATURE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def matches(name: str, module: nn.Module, pattern: str) -> bool:
     """Return whether a pattern matches a module by name (`blocks.*.norm1`) or type (`LayerNorm`, `torch.nn.Softmax`).
 
-    A type also matches its subclasses. The network itself has the empty name.
+    A type also matches its subclasses. The name of the network itself is empty.
     """
     return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
 
@@ -37,17 +37,17 @@ def find_modules(
     modules: Mapping[str, nn.Module] | None = None,
     got: str = "",
 ) -> dict[str, nn.Module]:
-    """Return the modules that match one of the patterns, by name, in the network's order.
+    """Return the modules that match at least one of the patterns, by name, in the network's order.
 
     Args:
         network: The network.
         patterns: The patterns.
-        key: The config key of the patterns.
-        modules: The modules to choose from, by name. None: all modules of the network.
-        got: Text after the pattern in an error.
+        key: The config key of the patterns, for messages.
+        modules: The modules to search, by name; None for all modules of the network.
+        got: Text after the pattern in the error message.
 
     Raises:
-        ConfigError: For every pattern that matches no module, with the known names and types.
+        ConfigError: A pattern matches no module. The message lists the known names and types.
     """
     modules = dict(network.named_modules()) if modules is None else modules
     raise_errors(
@@ -61,7 +61,7 @@ def find_modules(
 
 
 def unmatched_error(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
-    """Return the error of a pattern that matches no module."""
+    """Return the error for a pattern that matches no module."""
     names = [name for name, _ in network.named_modules() if name]
     types = _type_names(network)
     expected = (
@@ -79,20 +79,25 @@ def find_parameters(
     known: Iterable[str] | None = None,
     errors: list[ErrorDetails] | None = None,
 ) -> list[str]:
-    """Return the names of the parameters that a pattern matches, in the network's order. Tied ones have several names.
+    """Return the names of the parameters that a pattern matches, in the network's order.
 
-    A pattern matches names in the state dict (`encoder.*`), everything in modules of a name (`encoder`) or a type
-    (`LayerNorm`, `torch.nn.Linear`), or parameters of a type (`Linear.weight`).
+    A pattern is one of the following:
+
+    - a pattern of names in the state dict (`encoder.*`);
+    - a module's name (`encoder`) or type (`LayerNorm`, `torch.nn.Linear`), which matches all parameters inside;
+    - a type and a parameter name (`Linear.weight`).
+
+    All names of a tied parameter are returned.
 
     Args:
         network: The network.
         pattern: The pattern.
-        key: The pattern's config key.
-        known: The names to choose from. None: those of the parameters.
-        errors: Receives the error of a pattern that matches nothing. None: raise it.
+        key: The config key of the pattern, for messages.
+        known: The names to search; None for the names of all parameters.
+        errors: A list to which the error for an unmatched pattern is added; None to raise the error.
 
     Raises:
-        ConfigError: If the pattern matches nothing, with the nearest name.
+        ConfigError: The pattern matches no parameter. The message proposes the closest name.
     """
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)] if known is None else list(known)
     kind, _, own = pattern.rpartition(".")
@@ -132,6 +137,6 @@ def _is_named(kind: type, pattern: str) -> bool:
     if kind in (nn.Module, object):
         return False
     full = f"{kind.__module__}.{kind.__qualname__}"
-    # torch's classes are defined one module below their usual name.
+    # The modules of torch's classes are deeper than their public names, such as torch.nn.modules.linear.
     public = f"torch.nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else full
     return pattern in (kind.__name__, full, public)

@@ -1,14 +1,14 @@
-"""A network cut into consecutive parts, each a function that runs with the network's layers.
+"""Division of a network into consecutive parts. Each part is a function that runs with the network's layers.
 
     layers: [[stem, "stage.*"], [down, "stage2.*", norm, head]]        patterns of each part, in the order of the parts
     layers: null                                                       parts balanced by bytes, between whole layers
 
-A layer is what the network's graph calls: each layer of a container, each copy of a repeat (`stage.0`). A layer without
-parameters belongs to the part of the layer before it.
+Layers are the modules that the network's graph calls: each layer of a container, and each copy of a repeat (`stage.0`).
+A layer without parameters is in the part of the layer before it.
 
-The layers stay in the network, under their names in the state dict. A value that a later part needs is carried: a
-residual, several values, the tuple of a recurrent layer. Values without tensors (a shape, a number) are computed again
-in each part that needs them.
+The layers stay in the network, under their names in the state dict. A value that a later part needs is passed to that
+part, for example the input of a residual connection, or the tuple of a recurrent layer. Values without tensors (a
+shape, a number) are computed again in each part that needs them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class Part:
     """A part of a network.
 
     Args:
-        layers: The layers that it calls, in order.
-        tensors: Names of its parameters and buffers.
-        inputs: Names of the network's inputs that it reads.
-        takes: Values of earlier parts that it reads.
-        gives: Values that later parts read. The last part returns the network's output instead.
-        run: function(network, *inputs, *takes), which returns a tuple of these values, or the output.
+        layers: The layers that this part calls, in order.
+        tensors: The names of the parameters and buffers in this part.
+        inputs: The names of the network's inputs that this part reads.
+        takes: The names of values of earlier parts that this part reads.
+        gives: The names of values of this part that later parts read. The last part returns the network's output
+            instead.
+        run: A function (network, *inputs, *takes) that returns the tuple of the values in `gives`, or the network's
+            output.
     """
 
     layers: tuple[str, ...]
@@ -58,12 +60,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A network in parts.
+    """A network divided into parts.
 
     Args:
         parts: The parts, in order.
-        inputs: Names of the network's inputs with their defaults, `inspect.Parameter.empty` without a default.
-        values: The carried values by name, with meta tensors instead of those of a run.
+        inputs: The network's inputs with their default values, or `inspect.Parameter.empty`, by name.
+        values: The values that are passed between parts, by name, with meta tensors.
     """
 
     parts: tuple[Part, ...]
@@ -71,12 +73,20 @@ class Split:
     values: Mapping[str, object]
 
     def values_after(self, part: int) -> tuple[str, ...]:
-        """Return the values that later parts read, of this part and earlier ones, in order."""
+        """Return the names of values that parts up to `part` compute and later parts read, in order."""
         later = {name for other in self.parts[part + 1 :] for name in other.takes}
         return tuple(name for other in self.parts[: part + 1] for name in other.gives if name in later)
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, object]:
-        """Return the network's inputs by name, given the arguments of a call. Raise TypeError if one is missing."""
+        """Return the network's inputs by name.
+
+        Args:
+            arguments: The positional arguments of a call of the network.
+            named: The keyword arguments of the call.
+
+        Raises:
+            TypeError: An input is missing, or there are too many arguments.
+        """
         only = arguments[0] if len(arguments) == 1 else None
         if isinstance(only, Mapping) and len(self.inputs) > 1 and not named:
             arguments, named = (), only
@@ -88,16 +98,16 @@ class Split:
 
 
 def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Sequence[Tensor]) -> Split:
-    """Cut a network into `count` consecutive parts.
+    """Return a network divided into `count` consecutive parts.
 
     Args:
         network: The network.
         count: The number of parts.
-        layers: Name patterns of each part. None balances the parts by bytes.
-        inputs: Stand-ins for the network's inputs, which show which of its values are tensors.
+        layers: The name patterns of each part; None to balance the parts by bytes.
+        inputs: Placeholders for the network's inputs. They are used to detect which values are tensors.
 
     Raises:
-        ConfigError: With the errors of the layers, or the reason why the network cannot be cut.
+        ConfigError: The patterns are invalid, or the network cannot be divided. The message has the reason.
     """
     try:
         graph = network.graph_module().graph if isinstance(network, ProgramModel) else graph_of(network)
@@ -143,7 +153,8 @@ class _Cutter:
                 now = max(now, self.found[str(node.target)])
             if node.op == "output":
                 now = self.count - 1
-            # An element of a tuple is taken in the part that makes the tuple, so that the rest is not carried.
+            # An element is extracted in the part that makes the tuple, so that only this element is passed to later
+            # parts.
             is_part = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
             source = node.args[0] if is_part and isinstance(node.args[0], fx.Node) else None
             if unit is not None:
@@ -154,13 +165,18 @@ class _Cutter:
                 self.of[node] = max([now, *(self.of[used] for used in node.all_input_nodes if used in self.of)])
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Return whether parts may copy the node: an input of the network, or a value without a tensor."""
+        """Return whether every part may compute the node itself.
+
+        This is true for an input of the network, and for a value without a tensor.
+        """
         if node.op == "placeholder" or (node.op == "get_attr" and str(node.target) not in self.held):
             return True
         return node.op in ("call_function", "call_method") and not any(True for _ in tensors_in(self.value(node.name)))
 
     def _needed_nodes(self, part: int) -> list[fx.Node]:
-        """Return the nodes of one part's graph, with copies and carried values, in the order of the whole graph."""
+        """Return the nodes of one part's graph, including values passed from earlier parts, in the order of the whole
+        graph.
+        """
         wanted = {node for node in self.graph.nodes if self.of[node] == part and not self._is_free(node)}
         stack = list(wanted)
         while stack:
@@ -205,12 +221,12 @@ class _Cutter:
 
     def _owner(self, name: str) -> int:
         owners = [unit for unit in self.found if name == unit or name.startswith(f"{unit}.")]
-        # Unused tensors belong to the first part.
+        # Tensors that no layer uses are in the first part.
         return self.found[max(owners, key=len)] if owners else 0
 
 
 def _compile(graph: fx.Graph) -> Callable[..., object]:
-    """Return the function of a graph. It looks layers up in the network, so that replaced layers run."""
+    """Return the function of a graph. The function reads layers from the network, so that replaced layers are used."""
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(code.src, namespace)  # text that torch.fx writes from the graph
@@ -227,13 +243,13 @@ def _default(node: fx.Node) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A layer, or a parameter that the network's program names, which belongs to one part as a whole.
+    """A layer, or a parameter that the program names. A unit is in one part as a whole.
 
     Args:
         name: The name.
-        first: The index in the graph of its first use.
-        last: The index of its last call.
-        tensors: Its parameters and buffers by their full names.
+        first: The position in the graph of its first use.
+        last: The position in the graph of its last call.
+        tensors: The parameters and buffers by their full names.
     """
 
     name: str
@@ -253,7 +269,7 @@ def units_of(network: nn.Module, graph: fx.Graph) -> list[Unit]:
     uses: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         name = unit_name(node, called, held)
-        # A parameter that is read again is carried to the later part. Only calls of a layer keep parts together.
+        # A parameter that is read again is passed to the later part. All calls of a layer must be in the same part.
         if name is not None and (node.op == "call_module" or name not in uses):
             uses.setdefault(name, []).append(place)
     return [
@@ -268,7 +284,7 @@ def units_of(network: nn.Module, graph: fx.Graph) -> list[Unit]:
 
 
 def unit_name(node: fx.Node, called: set[str], held: Mapping[str, Tensor]) -> str | None:
-    """Return the unit that a node uses. None for an operation and for the flag `training`."""
+    """Return the name of the unit that a node uses; None for an operation and for the flag `training`."""
     if node.op == "call_module":
         return str(node.target)
     if node.op != "get_attr":
@@ -279,16 +295,17 @@ def unit_name(node: fx.Node, called: set[str], held: Mapping[str, Tensor]) -> st
 
 
 def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns | None) -> dict[str, int]:
-    """Return the part of each unit by name, 0 to count - 1.
+    """Return the part of each unit, 0 to count - 1, by name of the unit.
 
     Args:
         network: The network.
-        graph: Its graph.
+        graph: The graph of the network.
         count: The number of parts.
-        layers: Name patterns of each part. A pattern also matches everything below a name. None balances by bytes.
+        layers: The name patterns of each part. A pattern also matches everything inside a matched name. None balances
+            the parts by bytes.
 
     Raises:
-        ConfigError: With all errors, at the key `strategy.layers`.
+        ConfigError: The patterns are invalid. All errors are reported at the key `strategy.layers`.
     """
     units = units_of(network, graph)
     if layers is None:
@@ -300,14 +317,14 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
         errors.append(ErrorDetails(KEY, got, f"{count}, a list of layers for each"))
     part = 0
     for unit in units:
-        # A unit without parameters and name belongs to the part of the unit before it.
+        # A unit without parameters that no pattern matches is in the part of the unit before it.
         part = found.setdefault(unit.name, part)
     raise_errors(errors or _order_errors(units, found))
     return found
 
 
 def _name_errors(units: Sequence[Unit], layers: Patterns, found: dict[str, int]) -> Iterator[ErrorDetails]:
-    """Add the part of each matched unit to `found`, and yield the errors of the patterns."""
+    """Add the part of each matched unit to `found`. Yield an error for each invalid pattern and unmatched layer."""
     known = among([unit.name for unit in units], count=20)
     for part, patterns in enumerate(layers):
         for pattern in patterns:
@@ -339,7 +356,7 @@ def _order_errors(units: Sequence[Unit], found: Mapping[str, int]) -> Iterator[E
 
 
 def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
-    """Return consecutive parts whose largest has the fewest bytes."""
+    """Return the part of each unit by name, so that the size in bytes of the largest part is minimal."""
     blocks = _blocks(units)
     sizes = [sum(unit.bytes for unit in block) for block in blocks]
     most = sum(size > 0 for size in sizes)
@@ -356,7 +373,10 @@ def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
 
 
 def _blocks(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return the units in groups that stay together: a layer that runs twice, or tied parameters, and all between."""
+    """Return the units in groups that must be in the same part.
+
+    A group contains all units between two calls of a layer, or between two layers with tied parameters.
+    """
     reach = [unit.last for unit in units]
     holders: dict[int, int] = {}
     for place, unit in enumerate(units):
@@ -374,20 +394,22 @@ def _blocks(units: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def _cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the index at which each part starts, so that the largest part is minimal and no part is empty.
+    """Return the index of the first block of each part, so that the largest part is minimal and no part is empty.
 
-    The linear partition problem by dynamic programming (Skiena, The Algorithm Design Manual, 10.7).
+    This is the linear partition problem, solved by dynamic programming (Skiena, The Algorithm Design Manual, 10.7).
     """
     total = [0, *itertools.accumulate(sizes)]
 
     @functools.cache
     def best(end: int, parts: int) -> tuple[float, list[int]]:
-        """Return the largest of so many parts of the first blocks, and their starts."""
+        """Return the size of the largest part, and the first block of each part, for the blocks before `end` in `parts`
+        parts.
+        """
         if parts == 1:
             return total[end] or float("inf"), [0]
         choices = [(max(best(start, parts - 1)[0], total[end] - total[start]), -start)
                    for start in range(1, end) if total[end] > total[start]]  # fmt: skip
-        # Among equal choices the latest start: layers without parameters stay with the layer before them.
+        # Of equal choices, the latest start is used, so that layers without parameters stay with the layer before them.
         largest, start = min(choices, default=(float("inf"), 0))
         return largest, [*best(-start, parts - 1)[1], -start] if choices else []
 

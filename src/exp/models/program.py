@@ -1,7 +1,7 @@
-"""Forward programs as checked syntax trees. Imports no torch and builds nothing.
+"""Forward programs as checked syntax trees. This module does not import torch, and builds no layers.
 
-The text is Python's syntax for the body of a `forward` method. Python's parser reads it, models/syntax.py checks it
-against a closed list, and models/compiler.py compiles the tree.
+The text of a program has the syntax of the body of a Python method `forward`. Python's parser reads it,
+models/syntax.py checks that every node is on a list of allowed nodes, and models/compiler.py compiles the tree.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Program:
     """A forward program that passed the check.
 
     Args:
-        text: The text as written, in which a ProgramError counts lines and columns.
-        names: The names that it finds when it starts.
-        tree: The syntax tree. All its nodes are on the closed list.
+        text: The text as written. A ProgramError counts lines and columns in this text.
+        names: The names that are defined before the program runs.
+        tree: The syntax tree. All nodes are on the list of allowed nodes.
         source: The lines of the text.
     """
 
@@ -38,17 +38,17 @@ class Program:
 
     @functools.cached_property
     def loaded(self) -> frozenset[str]:
-        """Every name that it reads."""
+        """All names that the program reads."""
         nodes = ast.walk(self.tree)
         return frozenset(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Every name that may have a value. Other names are listed functions."""
+        """All names that may have a value. Other names are listed functions."""
         return self.names.variables(self.tree)
 
     def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
-        """Return an error at the place of a node."""
+        """Return an error at the position of a node."""
         return self.source.error_at(node, message, expected)
 
 
@@ -67,7 +67,14 @@ class Source:
         return "\n".join(self.lines)
 
     def error(self, line: int, byte_offset: int, message: str, expected: str) -> ProgramError:
-        """Return an error at a place of `ast`: the line from 1, the column in bytes of UTF-8 from 0."""
+        """Return an error at a position.
+
+        Args:
+            line: The line, from 1.
+            byte_offset: The column in bytes of UTF-8, from 0, as in the module ast.
+            message: The message.
+            expected: The expected text.
+        """
         line = min(max(line, 1), len(self.lines))
         shown = self.lines[line - 1]
         characters = len(shown.encode("utf-8", "replace")[: max(byte_offset, 0)].decode("utf-8", "ignore"))
@@ -80,7 +87,7 @@ class Source:
         )
 
     def error_at(self, node: ast.AST, message: str, expected: str) -> ProgramError:
-        """Return an error at the place of a node."""
+        """Return an error at the position of a node."""
         return self.error(getattr(node, "lineno", 1), getattr(node, "col_offset", 0), message, expected)
 
 
@@ -94,19 +101,20 @@ def parse(
     used_elsewhere: Iterable[str] = (),
     is_bounded: bool = True,
 ) -> Program:
-    """Read and check a forward program.
+    """Return the checked program of a text.
 
     Args:
         text: The text.
-        layer_names: The network's layers and parameters.
+        layer_names: The names of the network's layers and parameters.
         inputs: The names of the network's inputs, default x.
-        constants: Names of values that the config gives the program.
-        functions: Names of functions that the config gives the program.
-        used_elsewhere: Layers that this program need not use, because another program of the network does.
-        is_bounded: Whether a long text is an error. False for a text that exp has made, with a line for each layer.
+        constants: The names of values that the config defines for the program.
+        functions: The names of functions that the config defines for the program.
+        used_elsewhere: The layers that other programs of the network use. This program may leave them unused.
+        is_bounded: Whether a long text is an error. False for a text that exp has generated, with a line for each
+            layer.
 
     Raises:
-        ProgramError: For any text that is not a program.
+        ProgramError: The text is not a valid program.
     """
     names = Names(
         layers=frozenset(layer_names),
@@ -119,9 +127,9 @@ def parse(
 
 
 def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
-    """Return the layers that programs name. `layers` names all of them, unless a layer has that name.
+    """Return the layers that programs use. The name `layers` uses all layers, unless a layer has this name.
 
-    A program with a syntax error names no layer; `parse` reports the error.
+    A program with a syntax error uses no layers, because `parse` reports the error.
     """
     names = frozenset(layer_names)
     used: set[str] = set()
@@ -163,7 +171,7 @@ def _read(source: Source) -> ast.Module:
 
 
 def _require_shallow(tree: ast.Module, source: Source) -> None:
-    """Raise ProgramError for a tree so deep that walking it would overflow Python's stack."""
+    """Raise ProgramError if a tree is so deep that a recursive function would overflow Python's stack."""
     level: list[ast.AST] = [tree]
     for _ in range(MAX_DEPTH + 1):
         level = [child for node in level for child in ast.iter_child_nodes(node)]

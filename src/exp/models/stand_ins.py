@@ -1,7 +1,7 @@
-"""Stand-ins for the layers, functions and run-time values of a forward program.
+"""Stand-ins: objects that replace layers, functions and tensors while a forward program is tried before the run.
 
-They support the operations of a program by Python's protocols, and report forbidden operations to a trial. Their own
-attributes begin with an underscore, because a program cannot contain such names.
+Stand-ins support the operations of a program through Python's special methods, and report forbidden operations to a
+trial. The names of their own attributes begin with an underscore, because a program cannot contain such names.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 
 
 class Undecided(Exception):
-    """A condition of an assertion that is known only in a run."""
+    """The condition of an assertion depends on a value that is known only in a run."""
 
 
 class Reporter(Protocol):
-    """The receiver of a stand-in's reports."""
+    """The object to which stand-ins report operations."""
 
     is_asserting: bool
 
     def refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
-        """Keep an error at the running place of the program, and return a substitute for the result."""
+        """Record an error at the current position in the program. Return a substitute for the result."""
 
     def compute(self, *operands: object, **named: object) -> Unknown:
-        """Check the operands of an operation on tensors or of a layer, and return its result."""
+        """Check the operands of an operation on tensors, or the inputs of a layer. Return a stand-in for the result."""
 
 
 class Unknown:
-    """A value that is known only in a run: a tensor, a size, or the output of a layer."""
+    """Stand-in for a value that is known only in a run: a tensor, a size, or the output of a layer."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -100,7 +100,7 @@ class Unknown:
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """The result of finfo and iinfo: numbers by name."""
+    """Stand-in for the result of finfo and iinfo, which has numbers as attributes."""
 
     _reporter: Reporter
 
@@ -112,7 +112,7 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """A listed function: its name in the program, and its module."""
+    """A listed function, with its name in the program and its module."""
 
     name: str
     home: str
@@ -120,7 +120,7 @@ class Listed:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of the network. `_path` is its name in the state dict, `linears.0`."""
+    """Stand-in for a layer of the network. `_path` is the layer's name in the state dict, such as `linears.0`."""
 
     _path: str
     _module: nn.Module
@@ -151,7 +151,7 @@ class Layer:
         return len(self._entries or self._elements)
 
     def __iter__(self) -> Iterator[object]:
-        """Iterate as the layer does: over the layers of a list, or the keys of a dict."""
+        """Return an iterator over the layers of a list, or the keys of a dict."""
         return iter(self._entries or self._elements)
 
     def __getitem__(self, index: object) -> object:
@@ -188,7 +188,7 @@ class Layer:
 
 
 def stand_in(path: str, held: object, reporter: Reporter) -> object:
-    """Return the stand-in of a layer, a parameter or an empty place of the network."""
+    """Return the stand-in of a layer or a parameter; None if the value is None."""
     if isinstance(held, nn.Module):
         return Layer(path, held, reporter)
     return None if held is None else Unknown(reporter)

@@ -1,6 +1,6 @@
-"""The closed list of a forward program's syntax, the check of a syntax tree, and its errors. Imports no torch.
+"""The list of allowed syntax in forward programs, and the check of a syntax tree. This module does not import torch.
 
-Anything that is not on the list is an error.
+Syntax that is not on the list is an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ProgramError(ExpError):
     Attributes:
         line: The line in the program's text, from 1.
         column: The column, from 1.
-        place: The key of the program below the model's key.
-        key: The whole config key, if known.
+        place: The config key of the program below the key of the model.
+        key: The full config key; None if unknown.
         others: The other errors of the program.
     """
 
@@ -42,14 +42,14 @@ class ProgramError(ExpError):
 
 
 def combine(errors: Iterable[ProgramError]) -> ProgramError:
-    """Return the first error in the order of the text, with the other errors as `others`."""
+    """Return the first error in the order of the text. Its attribute `others` has the other errors."""
     first, *others = sorted(errors, key=lambda error: (error.line, error.column))
     first.others = tuple(others)
     return first
 
 
 def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the nearest known spelling for a message, or `otherwise` if none is near."""
+    """Return the known name that is closest to `name`, for a message; `otherwise` if no name is close."""
     found = find_nearest(name, known)
     return f"`{found[0]}`" if found else otherwise
 
@@ -76,14 +76,14 @@ _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names that a program finds when it starts.
+    """The names that are defined before a program runs.
 
     Args:
         layers: The network's layers and parameters.
-        inputs: The network's inputs, in the order of `forward`'s parameters.
-        constants: Values of the config.
-        functions: Functions of the config.
-        used_elsewhere: Layers that other programs of the network use, so that this one need not.
+        inputs: The network's inputs, in the order of the parameters of `forward`.
+        constants: The values that the config defines.
+        functions: The functions that the config defines.
+        used_elsewhere: The layers that other programs of the network use. This program may leave them unused.
     """
 
     layers: frozenset[str]
@@ -93,12 +93,15 @@ class Names:
     used_elsewhere: frozenset[str] = frozenset()
 
     def variables(self, tree: ast.Module) -> frozenset[str]:
-        """Return the names with a value: those at the start, and the program's variables."""
+        """Return the names that have a value: those defined before the program runs, and the program's variables."""
         return frozenset((*self.inputs, *self.layers, *self.constants, *_assigned_names(tree), "layers", "training"))
 
 
 def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
-    """Raise ProgramError for the first node that is not on the closed list, with the other errors as `others`."""
+    """Raise ProgramError if a node is not on the list of allowed syntax, or a name is invalid.
+
+    `others` has the other errors.
+    """
     _check_names(names, error)
     checker = _Checker(tree, names, error)
     checker.visit(tree)
@@ -143,7 +146,7 @@ class _Checker(ast.NodeVisitor):
         self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
     def refuse(self, node: ast.AST, message: str, expected: str) -> None:
-        """Keep an error unless its place or its message has one already."""
+        """Record an error, unless there is already an error with the same position or the same message."""
         found = self.error(node, message, expected)
         if all((found.line, found.column) != (one.line, one.column) and message != one.message for one in self.found):
             self.found.append(found)
@@ -170,7 +173,7 @@ class _Checker(ast.NodeVisitor):
         elif node.id not in self.known:
             if called and self.is_explained(node, f"`{node.id}`", node.id, self.known):
                 return
-            # A name that is not called is not a misspelled function.
+            # A name that is not called cannot be a misspelled function.
             near = self.known if called else self.variables
             inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
             otherwise = "a layer or a listed function" if called else f"an input ({inputs}), a layer or a variable"
@@ -207,7 +210,7 @@ class _Checker(ast.NodeVisitor):
             self.refuse(node, f"{written} is not on the list", expected)
 
     def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
-        """Keep an error with the reason why a name of torch is not listed. Return False if the reason is unknown."""
+        """Record an error with the reason why a name of torch is not listed. Return False if the reason is unknown."""
         found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found
@@ -227,7 +230,7 @@ class _Checker(ast.NodeVisitor):
 
 
 def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
-    """Return the message and the alternative if an allowed node has a form that is not allowed."""
+    """Return the message and an alternative if an allowed node type has a forbidden form; otherwise None."""
     match node:
         case ast.Constant(value, kind) if type(value) not in _CONSTANTS or kind is not None:
             return f"a constant of type {type(value).__name__}", "a number, string, bool or None"
@@ -262,7 +265,10 @@ def _assigned_names(tree: ast.Module) -> set[str]:
 
 
 def prefix_of(node: ast.Attribute, variables: Set[str]) -> str | None:
-    """Return the prefix `torch.nn.functional` of `torch.nn.functional.gelu`. None if it begins with a variable."""
+    """Return the module prefix of an attribute; None if the attribute begins with a variable.
+
+    The prefix of `torch.nn.functional.gelu` is `torch.nn.functional`.
+    """
     parts, value = [], node.value
     while isinstance(value, ast.Attribute):
         parts.append(value.attr)
@@ -280,7 +286,10 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) -> set[str]:
-    """Return the names through which a program may reach sublayers and parameters. The trial decides for certain."""
+    """Return the names through which a program may access sublayers and parameters.
+
+    The later trial checks this exactly.
+    """
     found = set(layers) | {"layers"}
     size = -1
     while len(found) != size:
@@ -298,7 +307,10 @@ def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) ->
 
 
 def _may_give_layers(value: ast.expr, found: set[str]) -> bool:
-    """Return whether a value may be, or hold, a layer. Layers and functions return tensors."""
+    """Return whether the value of an expression may be or contain a layer.
+
+    Calls of layers and functions return tensors.
+    """
     if isinstance(value, ast.Name):
         return value.id in found
     if isinstance(value, ast.Call):

@@ -1,8 +1,8 @@
-"""Run a forward program on stand-ins before it may run on tensors.
+"""Trial of a forward program: a run on stand-ins for layers and tensors, before the program runs on tensors.
 
-The stand-ins refuse conditions on tensors, writes into tensors, and attributes of layers except sublayers and
-parameters. Guards bound what the program computes with constants, and the trial bounds its steps. Conditions depend
-only on constants and on `training`, so one trial in each mode takes every path of a run.
+The stand-ins forbid conditions on tensors, writes into tensors, and attributes of layers except sublayers and
+parameters. Guards limit computations with constants, and the trial limits the number of steps. Conditions depend only
+on constants and on `training`, so a trial in each mode covers every path of a run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from exp.models.program import Program
 from exp.models.stand_ins import COMPUTABLE, Layer, Limits, Listed, Undecided, Unknown, stand_in
 from exp.models.syntax import ProgramError, combine
 
-# The bound of Python instructions plus elements that operations visit.
+# The maximum number of steps. A step is a Python instruction, or an element that an operation visits.
 MAX_STEPS = 400_000
-# A refusal takes 0.2 ms, and a loop may repeat it.
+# The number of steps that an error counts, because recording it takes 0.2 ms and a loop may repeat it.
 STEPS_OF_A_REFUSAL = 2_000
 MAX_ARGUMENT_DEPTH = 20
 MAX_LENGTH = 10_000
 MAX_INTEGER = 2**63
-# The most digits of `round`. A float has 17.
+# The maximum number of digits in a call of `round`. A float has 17 digits.
 MAX_DIGITS = 400
 
-# The prefix of the guards' names, which no program can contain.
+# The prefix of the guards' names. A program cannot contain these names.
 GUARDS = "guards"
 
 Scalar = int | float | str | None
@@ -54,7 +54,7 @@ class Refusal(ValueError):
 
 
 class Stopped(Exception):
-    """The end of a trial that took too many steps."""
+    """The trial took too many steps and was ended."""
 
 
 def try_out(
@@ -64,17 +64,17 @@ def try_out(
     held: Mapping[str, nn.Module | Tensor],
     mode: str,
 ) -> None:
-    """Run a guarded program in training and in evaluation.
+    """Run a guarded program in training mode and in evaluation mode.
 
     Args:
         program: The program.
-        code: Its guarded form, with the parameters `self` and the inputs.
-        functions: The other names of its namespace: listed functions, and values.
+        code: The compiled guarded function, with the parameters `self` and the inputs.
+        functions: The other names of the namespace: listed functions, and values.
         held: The layers and parameters of the network, by name.
         mode: The name of the function that returns `training`.
 
     Raises:
-        ProgramError: With the line and column of the program.
+        ProgramError: The program has an error, which is reported with its line and column.
     """
     found: dict[tuple[int, int], ProgramError] = {}
     for training in (True, False) if "training" in program.loaded else (True,):
@@ -85,7 +85,7 @@ def try_out(
             name: partial(trial.call_listed, one) if isinstance(one, Listed) else one for name, one in functions.items()
         }
         guards = {f"{GUARDS}.{name}": getattr(trial, name) for name in Trial.GUARDS}
-        # Without Python's builtins: a name without a value must not become one of them.
+        # The namespace has no builtins, so that a name without a value is an error.
         namespace = {"__builtins__": {}, **listed, **guards, mode: lambda _, training=training: training}
         before = sys.gettrace()
         sys.settrace(trial.trace)
@@ -108,7 +108,7 @@ def try_out(
 
 
 class Trial:
-    """A run of a program on stand-ins, which counts its steps and keeps its errors by their place."""
+    """A run of a program on stand-ins. It counts the steps, and records errors by position."""
 
     # The methods that the compiled program calls.
     GUARDS = ("binary", "check_assertion", "key", "operand", "result", "text")
@@ -128,7 +128,7 @@ class Trial:
             raise Stopped
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Count the instructions of the program. A trace function of sys.settrace."""
+        """Count the instructions of the program. This is a trace function for sys.settrace."""
         if frame.f_code.co_filename != self.code.co_filename:
             return None
         frame.f_trace_opcodes = True
@@ -151,7 +151,7 @@ class Trial:
     # -- guards --
 
     def operand(self, value: object, depth: int = 0) -> object:
-        """Return a value after checking that operations on tensors and layers can take it."""
+        """Return a value after checking that operations on tensors and layers accept it."""
         self.count()
         if depth > MAX_ARGUMENT_DEPTH:
             return self.refuse("a value that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
@@ -166,7 +166,7 @@ class Trial:
         return value
 
     def key(self, value: object) -> object:
-        """Return a key of a dict after checking that it is a constant."""
+        """Return a dict key after checking that it is a constant."""
         return value if isinstance(value, Scalar) else self.refuse("a key that is not a constant", "a string")
 
     def binary(self, kind: str, left: object, right: object) -> object:
@@ -184,7 +184,7 @@ class Trial:
         return "".join(map(str, parts))
 
     def check_assertion(self, holds: Callable[[], object], text: Callable[[], object]) -> None:
-        """Check an assertion about constants. Assertions about tensors are checked when the network runs."""
+        """Check an assertion about constants. An assertion about tensors is checked when the network runs."""
         self.is_asserting = True
         try:
             is_true = bool(holds())
@@ -197,7 +197,7 @@ class Trial:
             self.refuse("this assertion is false" + (f": {message}" if message else ""), "a true assertion")
 
     def result(self, value: object = None) -> object:
-        """Return the output of the program after checking that it has a tensor."""
+        """Return the output of the program after checking that it contains a tensor."""
         self.operand(value)
         if not _holds_unknown(value):
             self.refuse("a return without a tensor", "a tensor, or several in a tuple or dict")
@@ -210,7 +210,7 @@ class Trial:
         return self.unknown
 
     def call_listed(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
-        """Return the result of a listed function."""
+        """Return the result of a listed function, or a stand-in for it."""
         name, home = listed.name, listed.home
         is_of_tensor = bool(arguments) and isinstance(arguments[0], Unknown)
         if home == "builtins" and not (is_of_tensor and name in vocabulary.TORCH_FUNCTIONS):
@@ -229,7 +229,7 @@ class Trial:
         return Limits(self) if home == "torch" and name in vocabulary.LIMITS else found
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-        """Return the result of a function of Python, as a list instead of an iterator."""
+        """Return the result of a Python function. Iterators are returned as lists."""
         self.count(1 + sum(map(_size, args)) // 10)
         if name == "sum":
             start, values = (args[1] if len(args) > 1 else 0), args[0]
@@ -258,9 +258,9 @@ class Trial:
 
 
 def _apply_bounded(kind: str, left: object, right: object) -> object:
-    """Return `left kind right` of two constants, or raise Refusal if it is too large.
+    """Return the result of a binary operator on two constants. Raise Refusal if the result would be too large.
 
-    Python's integers grow without limit (`9 ** 9 ** 9`), as do sequences (`[0] * 10 ** 10`).
+    The limit is needed because Python's integers and sequences have no maximum size (`9 ** 9 ** 9`, `[0] * 10 ** 10`).
     """
     if isinstance(left, int | float) and isinstance(right, int | float) and kind != "MatMult":
         if kind == "Pow" and isinstance(left, int) and right > 1 and abs(left).bit_length() * right > 64 * 2:
@@ -286,7 +286,10 @@ def _bound_length(length: int) -> None:
 
 
 def _arguments_by_name(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the arguments of a function of torch.nn.functional by name, if it is written in Python."""
+    """Return the arguments of a call by name, if the function is in torch.nn.functional and written in Python.
+
+    For other functions, only the keyword arguments are returned.
+    """
     function = getattr(torch.nn.functional, called.name) if called.home == "torch.nn.functional" else None
     if not isinstance(function, FunctionType):
         return kwargs
@@ -297,7 +300,10 @@ def _arguments_by_name(called: Listed, args: tuple[object, ...], kwargs: dict[st
 
 
 def _written_argument(name: str, given: Mapping[str, object]) -> str | None:
-    """Return the argument that makes a function of torch.nn.functional write into a tensor. None without one."""
+    """Return the argument into which a function of torch.nn.functional writes.
+
+    Returns None if the function does not write into an argument.
+    """
     if given.get("inplace", False) is not False:
         return "inplace"
     if name not in vocabulary.WRITES:
@@ -324,7 +330,7 @@ def _size(value: object) -> int:
 
 
 def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -> ProgramError:
-    """Return an exception of a trial as an error at the running place of the program."""
+    """Return the exception of a trial as an error at a position in the program."""
     line, column, end = place
     message, expected = str(error), COMPUTABLE
     if isinstance(error, NameError):
@@ -336,7 +342,11 @@ def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -
 
 
 def _place(code: CodeType, traceback: TracebackType | None) -> tuple[int, int, int]:
-    """Return the line, and the first and last column in bytes, of the program's innermost frame in a traceback."""
+    """Return the position of the program's innermost frame in a traceback.
+
+    Returns:
+        The line, and the first and last column in bytes.
+    """
     place = (1, 0, 0)
     while traceback is not None:
         running = traceback.tb_frame.f_code
@@ -347,6 +357,10 @@ def _place(code: CodeType, traceback: TracebackType | None) -> tuple[int, int, i
 
 
 def _position(code: CodeType, instruction: int) -> tuple[int, int, int]:
-    """Return the line, and the first and last column in bytes, of an instruction."""
+    """Return the position of an instruction.
+
+    Returns:
+        The line, and the first and last column in bytes.
+    """
     line, _, column, end = list(code.co_positions())[instruction // 2]
     return line or 1, column or 0, end or 0

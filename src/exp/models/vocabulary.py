@@ -1,8 +1,10 @@
-"""The closed lists of functions, methods, attributes and dtypes of forward programs. Imports no torch.
+"""The lists of functions, methods, attributes and dtypes that forward programs may use.
 
-A program cannot reach any other name. The lists are the pure operators of torch's own database
-(torch.testing._internal.opinfo) with their documented aliases: they take tensors and numbers and return new ones.
-tests/models/operators.py compares them with torch.
+This module does not import torch.
+
+A program cannot use any other name. The lists contain the operators in torch's own database
+(torch.testing._internal.opinfo), with their documented aliases, that take tensors and numbers and return new tensors.
+tests/models/operators.py compares the lists with torch.
 """
 # ruff: noqa: SIM905  (lists of words are easier to read as text)
 
@@ -12,7 +14,7 @@ from collections.abc import Set
 
 from exp.spelling import habits
 
-# Names of torch, written `relu(x)` or `torch.relu(x)`.
+# Functions of torch, which a program writes as `relu(x)` or `torch.relu(x)`.
 TORCH_FUNCTIONS = frozenset(
     """
     abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any
@@ -45,7 +47,7 @@ TORCH_FUNCTIONS = frozenset(
     where xlogy zeros zeros_like
     """.split()
 ) | frozenset(
-    # Pure operators of torch's database that torch does not document.
+    # Operators in torch's database that change no argument, and that torch does not document.
     """
     alias_copy diagonal_copy expand_copy grid_sampler_2d grid_sampler_3d hash_tensor narrow_copy native_group_norm
     native_layer_norm permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
@@ -53,7 +55,7 @@ TORCH_FUNCTIONS = frozenset(
     """.split()
 )
 
-# Names of torch.nn.functional, written `gelu(x)`, `F.gelu(x)` or `torch.nn.functional.gelu(x)`.
+# Functions of torch.nn.functional, which a program writes as `gelu(x)`, `F.gelu(x)` or `torch.nn.functional.gelu(x)`.
 FUNCTIONAL_FUNCTIONS = frozenset(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
@@ -72,7 +74,8 @@ FUNCTIONAL_FUNCTIONS = frozenset(
     triplet_margin_with_distance_loss unfold upsample upsample_bilinear upsample_nearest
     """.split()
 )
-# Names of torch.nn.functional that torch has, too: `torch.conv2d`. A bare name is torch.nn.functional's.
+# Functions of torch.nn.functional that also exist in torch, such as `torch.conv2d`. Without a prefix, the name means
+# the function of torch.nn.functional.
 TORCH_FORMS = frozenset(
     """
     adaptive_avg_pool1d avg_pool1d bilinear celu channel_shuffle conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -118,11 +121,11 @@ WINDOWS = frozenset(
     "bartlett blackman cosine exponential gaussian general_cosine general_hamming hamming hann kaiser nuttall".split()
 )
 
-# Functions that drop values in evaluation, too, unless a program writes `training=training`.
+# Functions that drop values even in evaluation, unless a program passes `training=training`.
 NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
 
-# Functions that write into an argument: the argument, the switch and the default of the switch. They write if the
-# argument is given and the switch is true. None: there is no switch.
+# Functions that write into an argument. Each value is the argument, the parameter that enables writing, and its
+# default. The function writes if the argument is given and the parameter is true. None: no parameter disables writing.
 WRITES = {
     "batch_norm": ("running_mean", "training", False),
     "instance_norm": ("running_mean", "use_input_stats", True),
@@ -130,7 +133,8 @@ WRITES = {
     "embedding_bag": ("max_norm", None, True),
 }
 
-# Python's functions, for values known before the run. With a tensor, `max`, `sum` and the like are torch's.
+# Python's functions, for values that are known before the run. With a tensor, functions such as `max` and `sum` are
+# those of torch.
 BUILTINS = frozenset(
     "abs bool dict enumerate float int len list max min range reversed round str sum tuple zip".split()
 )
@@ -140,11 +144,11 @@ MATHEMATICS = frozenset(
     pow radians sin sinh sqrt tan tanh tau trunc
     """.split()
 )
-# Names of math and of torch that are numbers.
+# Names in math and in torch that are numbers.
 NUMBERS = frozenset({"e", "inf", "nan", "pi", "tau"})
 TORCH_NUMBERS = NUMBERS - {"tau"}
 
-# Functions of torch that are not methods of a tensor. The others are both.
+# Functions of torch that are not methods of a tensor. All other functions are also methods.
 _NO_METHODS = frozenset(
     """
     alias_copy arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window
@@ -177,7 +181,7 @@ RESULTS = frozenset(
     """.split()
 )
 PARAMETER_ATTRIBUTES = frozenset({"bias", "weight"})
-# Functions that return the limits of a dtype, and attributes of the limits.
+# Functions that return the limits of a dtype, and the attributes of their results.
 LIMITS = frozenset({"finfo", "iinfo"})
 LIMIT_ATTRIBUTES = frozenset({"bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny"})
 
@@ -189,7 +193,7 @@ DTYPES = frozenset(
 )
 MEMORY_FORMATS = frozenset("channels_last channels_last_3d contiguous_format preserve_format".split())
 
-# Module prefixes and their modules.
+# The module of each prefix that a program may write.
 PREFIXES = {
     "torch": "torch",
     "F": "torch.nn.functional",
@@ -219,28 +223,28 @@ FUNCTIONS = TORCH_FUNCTIONS | FUNCTIONAL_FUNCTIONS
 
 
 def members(prefix: str) -> frozenset[str]:
-    """Return the names that may follow a prefix of PREFIXES."""
+    """Return the names that may follow a prefix in PREFIXES."""
     return _MEMBERS[PREFIXES[prefix]]
 
 
 def is_value(name: str, home: str) -> bool:
-    """Return whether a listed name of a module is a value: a number, a dtype or a memory format."""
+    """Return whether a listed name of a module is a number, a dtype or a memory format, and not a function."""
     if home == "torch":
         return name in DTYPES | MEMORY_FORMATS | TORCH_NUMBERS
     return home == "math" and name in NUMBERS
 
 
 def home_of(name: str) -> str:
-    """Return the module of a bare function name: torch, or torch.nn.functional if torch does not have it."""
+    """Return the module of a function without a prefix: torch if torch has the function, otherwise torch.nn.functional."""
     return "torch" if name in TORCH_FUNCTIONS else "torch.nn.functional"
 
 
 def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
-    """Return why a name is not listed and what to write instead. None if it may be a misspelling.
+    """Return the reason why a name is not listed, and an alternative; None if the name may be misspelled.
 
     Args:
         name: The name.
-        known: The names that are listed at its place.
+        known: The names that are allowed at this position.
     """
     pure, instead = name.rstrip("_"), habits()["torch"]
     if name in instead:

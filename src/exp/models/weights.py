@@ -1,7 +1,7 @@
-"""Load pretrained weights into a network, by the names and shapes that match.
+"""Loading of pretrained weights into a network, by names and shapes.
 
-keys: {"backbone.*": "body.*", "head.*": null} renames the weights. The first matching pattern is used, `*` keeps its
-text, and null skips a tensor. A name that matches no pattern stays.
+keys: {"backbone.*": "body.*", "head.*": null} renames the weights. The first matching pattern is used, and `*` keeps
+its text. null skips a tensor. A name that matches no pattern does not change.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
 Keys = Mapping[str, str | None]
-# A buffer of BatchNorm for a momentum of null. Weights older than torch 0.4.1 do not have it.
+# A buffer of BatchNorm that is used only if momentum is None. Weights older than torch 0.4.1 do not have it.
 COUNTER = ".num_batches_tracked"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matching:
-    """The match between a network and weights.
+    """The result of comparing a network with weights.
 
     Args:
-        taken: Names in the network to names in the weights, with the same shape.
-        shapes: Names in the network to name there, shape there and shape here, for tensors whose shapes differ.
+        taken: The names in the weights by name in the network, for tensors of the same shape.
+        shapes: The name in the weights, the shape in the weights and the shape in the network, by name in the network.
+            Only tensors with different shapes are included.
         missing: Names in the network that the weights do not have.
-        unused: Names of the weights that the network does not have.
-        left_out: Names that a null skips.
-        count: The number of the network's tensors.
-        unmatched: Patterns that match no name of the weights, with all these names.
+        unused: Names in the weights that the network does not have.
+        left_out: Names in the weights that a null skips.
+        count: The number of tensors in the network.
+        unmatched: The patterns that match no name in the weights, each with all these names.
     """
 
     taken: Mapping[str, str]
@@ -47,17 +48,27 @@ class Matching:
 
     @property
     def is_whole(self) -> bool:
-        """True if all tensors of the network and all weights match."""
+        """Whether all tensors of the network and all weights match."""
         return not (self.shapes or self.missing or self.unused)
 
     def summary(self, source: str) -> str:
-        """Return a line about the tensors that match and those that do not."""
+        """Return a line that lists the tensors that match and those that do not.
+
+        Args:
+            source: The name of the weights.
+        """
         line = f"weights: {len(self.taken)} of {self.count} tensors start from {source}"
         left_out = f"left out by weights.keys: {among(self.left_out, count=4)}" if self.left_out else ""
         return "; ".join(filter(None, [line, self._words(), left_out]))
 
     def errors(self, source: str, *, is_strict: bool) -> Iterator[ErrorDetails]:
-        """Yield an error for each pattern without a match, for no match at all and, if strict, for a partial match."""
+        """Yield the errors of the comparison.
+
+        Args:
+            source: The name of the weights.
+            is_strict: Whether a tensor that does not match is an error. A pattern without a match, and weights without
+                any match, are always errors.
+        """
         for pattern, names in self.unmatched.items():
             yield ErrorDetails(
                 key=f"weights.keys.{pattern}",
@@ -93,7 +104,7 @@ class Matching:
         return "; ".join(filter(None, texts))
 
     def _proposal(self) -> str | None:
-        """Return the renaming of a prefix by which most names would match, or None."""
+        """Return a renaming of a prefix that would match most of the missing names; None if no prefix matches."""
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
             there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))
@@ -104,10 +115,10 @@ class Matching:
 
 
 def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
-    """Compare the names and shapes of weights with those of a network, which may be on the meta device.
+    """Compare the names and shapes of weights with those of a network. The network may be on the meta device.
 
     Raises:
-        ConfigError: If two weights get the same name, or a new name has more stars than its pattern.
+        ConfigError: Two weights get the same name, or a new name has more stars than its pattern.
     """
     renamed: dict[str, str] = {}
     left_out: list[str] = []
@@ -125,7 +136,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
     own = tensors_of(network)
     both = {name: renamed[name] for name in own if name in renamed}
     taken = {name: theirs for name, theirs in both.items() if weights[theirs].shape == own[name].shape}
-    # The weights may have a tied tensor under one of its names.
+    # The weights may contain a tied tensor under only one of its names.
     given = {id(own[name]) for name in taken}
     missing = [name for name in own if name not in both and id(own[name]) not in given and COUNTER not in f".{name}"]
     return Matching(
@@ -145,7 +156,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
 
 @torch.no_grad()
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Matching) -> None:
-    """Copy the matching weights into the network, in the network's dtypes."""
+    """Copy the matching weights into the network. They are converted to the dtypes of the network."""
     own = tensors_of(network)
     for name, theirs in matching.taken.items():
         own[name].copy_(weights[theirs])
@@ -154,7 +165,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Ma
 def follow_saved_shapes(network: nn.Module) -> None:
     """Make load_state_dict resize the buffers of users' modules to the shapes in the state dict.
 
-    A forward may give a buffer the size of the batch, which a new network does not know.
+    This is needed because a forward pass may give a buffer the size of the batch, which is unknown to a new network.
     """
     for module in network.modules():
         if any(True for _ in _reshaped_buffers(module)):
@@ -162,7 +173,7 @@ def follow_saved_shapes(network: nn.Module) -> None:
 
 
 def _reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own buffers that a forward may reshape. torch's modules never do."""
+    """Yield the module's own buffers that a forward pass may resize. torch's modules never resize buffers."""
     if type(module).__module__.partition(".")[0] != "torch":
         yield from module.named_buffers(recurse=False)
 
@@ -175,13 +186,15 @@ def _take_shapes(module: nn.Module, state: Mapping[str, object], prefix: str, *_
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return the network's parameters and persistent buffers by their names in the state dict, without LoRA's."""
+    """Return the network's parameters and persistent buffers by their names in the state dict, without the tensors of
+    LoRA.
+    """
     named = network.state_dict(keep_vars=True).items()
     return originals({name: one for name, one in named if isinstance(one, Tensor)})
 
 
 def _rename(name: str, keys: Keys) -> tuple[str, str | None]:
-    """Return the pattern that a name matches, and the new name; "" and the name itself without a match."""
+    """Return the pattern that matches a name, and the new name. Without a match, return "" and the name."""
     for pattern, new in keys.items():
         found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name)
         if found is None:

@@ -1,4 +1,4 @@
-"""Conversion of a network to a precision: its tensors, its inputs, layers in other dtypes (precision.keep), and float8."""
+"""Conversion of a network's tensors and inputs to a precision, with exceptions (precision.keep) and float8 layers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def attach_edges(
 
 
 class Ends:
-    """Stores the outputs of kept layers before they are rounded, and replaces the rounded tensors in the network's output.
+    """Stores the outputs of kept layers before they are rounded.
+
+    It replaces the rounded tensors in the network's output.
 
     The loss therefore receives the exact outputs of kept layers at the end of the network.
 
@@ -122,7 +124,7 @@ class Ends:
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Nested) -> Nested:
-        """Return the network's output with the rounded outputs of kept layers replaced by the exact values in float32."""
+        """Return the network's output with the exact float32 outputs of kept layers instead of the rounded tensors."""
         waiting, self.waiting = self.waiting, []
         call, self.call = self.call, None
         found: set[str] = set()

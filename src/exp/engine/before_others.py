@@ -65,7 +65,7 @@ class BeforeOthers(Callback):
         self._fresh = [(one, ScheduleState.of(one)) for one in _schedules(trainer)]
 
     def _take_lengths(self) -> None:
-        current = list(_schedules(self._trainer))  # a callback may have replaced some
+        current = list(_schedules(self._trainer))  # a callback may have replaced schedules
         for schedule, fresh in self._fresh:
             if schedule in current and take_length(schedule, fresh) and self._trainer.is_global_zero:
                 name = type(schedule).__name__
@@ -119,7 +119,7 @@ class BeforeOthers(Callback):
         if self.checkpointing.watches_training:
             self.checkpointing.hold(trainer)
         elif not is_epoch_complete(trainer):
-            # A limit ends the run within an epoch. Other callbacks may act here although a longer run would not end the
+            # A limit ends the run within an epoch. Other callbacks may act now, although a longer run would not end the
             # epoch at this batch.
             self.checkpointing.end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
 
@@ -153,7 +153,7 @@ def _hold_state(trainer: RunTrainer) -> Callable[[], None]:
     module = trainer.lightning_module
     hold(lambda state: nn.Module.load_state_dict(module, state, strict=False), module.state_dict())
     for optimizer in trainer.optimizers:
-        if isinstance(optimizer, Optimizer):  # deepspeed has other optimizers
+        if isinstance(optimizer, Optimizer):  # DeepSpeed's optimizers are not torch optimizers
             hold(optimizer.load_state_dict, optimizer.state_dict())
     for config in trainer.lr_scheduler_configs:
         hold(config.scheduler.load_state_dict, dict(config.scheduler.state_dict()))

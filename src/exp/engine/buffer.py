@@ -39,7 +39,7 @@ class Recorded:
             several.
         values: Values by tag: 0-d tensors on the device, floats, or panels.
         terms: Names of the computed terms. None means all terms.
-        panels: Panels on the host by tag. StepBuffer.take moves them here from `values`.
+        panels: Panels on the host by tag. StepBuffer.take moves them from `values` to this dict.
     """
 
     index: int
@@ -202,7 +202,7 @@ class EpochValues(nn.Module):
     def clear_losses(self) -> None:
         """Reset the sums of losses."""
         self._sums: Tensor | None = None
-        # Numbers of samples are floats on the host, because they then need no operation on the device.
+        # Numbers of samples are floats on the host, because this needs no operation on the device.
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
     def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
@@ -313,7 +313,7 @@ class EpochValues(nn.Module):
         """
         if TRAIN_METRICS in state:
             self.restore_metrics(state[TRAIN_METRICS], rank=rank, ranks=ranks)
-        if TRAIN_LOSSES in state and rank == 0:  # the sums of all ranks must count once
+        if TRAIN_LOSSES in state and rank == 0:  # rank 0 alone loads the sums, because they already cover all ranks
             self._sums, divisors = state[TRAIN_LOSSES].to(device).tensor_split([len(self.summed)])
             self._divisors = list(divisors.unbind())
 

@@ -214,7 +214,7 @@ def on_host(checkpoint: State) -> State:
                 known[place] = value.detach().to("cpu", copy=True)
             return known[place]
         if isinstance(value, dict):
-            result = copy.copy(value)  # with the versions that a state dict carries
+            result = copy.copy(value)  # keeps the version numbers of a state dict
             result.update((key, copy_value(item)) for key, item in value.items())
             return result
         if type(value) in (list, tuple):
@@ -279,7 +279,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         lock(file)
         try:
             os.link(source, partial)
-        except OSError:  # no hard links, or another filesystem
+        except OSError:  # the filesystem has no hard links, or the paths are on different filesystems
             with open_atomic(target) as copy:
                 shutil.copyfileobj(file, copy)
             return

@@ -71,8 +71,8 @@ class Checkpointing(Callback):
         holds_scored: Whether to copy the weights of each validation, because callbacks may change the weights
             afterwards. best.ckpt then contains the validated weights, and also the weights with which training
             continues. Default: False.
-        is_compared: Stage at whose end the monitored value is compared. `given` selects the stage that logs the tag
-            first. None selects the stage by the name of the tag. Default: None.
+        is_compared: The monitored value is compared at the end of this stage. `given` selects the stage that logs the
+            tag first. None selects the stage by the name of the tag. Default: None.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Checkpointing(Callback):
         self.settle(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_restored:  # nothing was left to train
+        if self._is_restored:  # the run was already complete
             self._is_restored = False
             self._copy_best(trainer)
             source = Path(str(trainer.ckpt_path))
@@ -306,7 +306,7 @@ class Checkpointing(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if self._position is None:
-            return  # saved by a user's callback: it can be evaluated, but not resumed
+            return  # a user's callback saves it; such a checkpoint can be evaluated but not resumed
         checkpoint[POSITION] = dataclasses.asdict(self._position)
         # The path is not saved, because a path read from a file is not trusted.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
@@ -348,7 +348,7 @@ class Checkpointing(Callback):
         try:
             _io(trainer).settle()
         except OSError as error:
-            log.error("%s", error)  # the first error ends the run, and may be the cause of this one
+            log.error("%s", error)  # only logged, because the earlier error ends the run and may be the cause
         # A best value was found, but best.ckpt was never written.
         if self._is_better and not self.best_path.is_file():
             self.best = None
@@ -434,7 +434,7 @@ def sweep_run(directory: Path) -> None:
     remove_partial_files(directory, levels=1)
     remove_partial_files(directory / CHECKPOINTS / OF_LIGHTNING)
     if not is_locked(directory / "config.yaml"):
-        for exchange in directory.glob(".launch-*"):  # messages between ranks
+        for exchange in directory.glob(".launch-*"):  # files with messages between ranks
             shutil.rmtree(exchange, ignore_errors=True)
 
 
@@ -462,7 +462,7 @@ def find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> d
     """
     found = next((one for one in (path, source.with_name("best.ckpt")) if _is_best(one, best)), None)
     if found is None and best["step"] == step:
-        found = source  # a kill before the copy leaves the best state in last.ckpt alone
+        found = source  # the process was killed before the copy, so only last.ckpt has the best state
     if found is None:
         return None
     if found != path:

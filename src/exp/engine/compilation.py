@@ -33,7 +33,7 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
         needs: Needs of the objective's terms. A warning lists the needs that a compiled network does not support.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
-    options = _options(backend, on_cpu=on_cpu) if mode is None else None  # torch takes one of the two
+    options = _options(backend, on_cpu=on_cpu) if mode is None else None  # torch accepts only one of mode and options
     network.compile(backend=backend, mode=mode, options=options)
     _compiled.add(network)
     if needs & EAGER:

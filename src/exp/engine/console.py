@@ -233,7 +233,7 @@ class Bar(Lines):
         bar = self._bar = self._bar or _new_bar()
         self._drawn = time.monotonic()
         counts = f"{view.done}/?" if view.total is None else f"{view.total}/{view.total}"
-        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, a space after each
+        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, each with a space
         bar.update(
             bar.task_ids[0],
             description=view.title,

@@ -104,7 +104,7 @@ class ExponentialMovingAverage(Callback):
         self._swap_in(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap_in(pl_module)  # after a resume that has nothing left to train, too
+        self._swap_in(pl_module)  # needed if a resumed run has nothing left to train
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if not self.average:
@@ -120,7 +120,7 @@ class ExponentialMovingAverage(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            return  # to evaluate: the state_dict, which was loaded, holds the averages
+            return  # for evaluation: the loaded state_dict has the averages
         self._current = {}
         if CURRENT not in checkpoint:
             self.average = {}

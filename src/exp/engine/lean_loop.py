@@ -205,7 +205,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         if not self._should_check_val_epoch():
             return float("inf")
         every: float | None = trainer.val_check_batch
-        if every is None:  # validations are due by time
+        if every is None:  # the validation interval is a time
             return 1
         limit = trainer.limit_train_batches
         if every == float("inf") and isinstance(limit, int):
@@ -380,7 +380,7 @@ class LeanStep:
     def __init__(self, loop: LeanEpochLoop) -> None:
         trainer = loop.trainer
         module, precision = trainer.lightning_module, trainer.precision_plugin
-        assert isinstance(module, TrainingModule)  # see foreign_parts
+        assert isinstance(module, TrainingModule)  # foreign_parts excludes other modules
         assert isinstance(precision, RunPrecision)
         self.trainer, self.module = trainer, module
         self.accumulates = False
@@ -554,7 +554,7 @@ class LeanStep:
 
     def _update_by_closure(self) -> None:
         wrapped = self.module.optimizers()
-        assert isinstance(wrapped, LightningOptimizer)  # with phases, too: they are one optimizer
+        assert isinstance(wrapped, LightningOptimizer)  # also with phases: PhaseOptimizers is one optimizer
         self.module.optimizer_step(self.trainer.current_epoch, self._batch_idx, wrapped, self._compute)
 
 

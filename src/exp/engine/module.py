@@ -119,10 +119,10 @@ class StepDivisors:
 
 
 class TrainingModule(LightningModule):
-    """LightningModule whose training step sets the random generators, runs the forward and computes the objective.
+    """LightningModule for training: a step sets the random generators, runs the forward and computes the objective.
 
     A step does not wait for the device and does not log. One exception: under a loss scale, a schedule with
-    interval=step waits, because it needs to know whether the optimizer skipped the step.
+    interval=step waits, because it depends on whether the optimizer skipped the step.
 
     Args:
         network: The network.

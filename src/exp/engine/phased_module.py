@@ -44,7 +44,7 @@ from exp.strategies.strategy import WrapsModule
 
 
 class PhasedModule(TrainingModule):
-    """TrainingModule whose step runs a list of phases, each with its terms, parameters and optimizer.
+    """TrainingModule that runs several phases per step, each with its terms, parameters and optimizer.
 
     The loss of a step is the sum of the losses of the phases that ran in the step. If a phase is repeated, its last
     repeat counts.
@@ -293,7 +293,7 @@ class PhasedModule(TrainingModule):
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
-        network.training = self.network.training  # a view has a copy of the attribute
+        network.training = self.network.training  # a view has its copy of this attribute
         if objective.needs:
             return self._forward_with_passes(batch, objective, network=network, run=run, runner=runner)
         values = run(runner, batch.data) if values is None else values
@@ -353,5 +353,5 @@ def _add_results(
     return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 
-# See TrainingModule.
+# For the reason, see the last line of module.py.
 vars(PhasedModule.training_step)["__signature__"] = inspect.signature(PhasedModule.training_step)

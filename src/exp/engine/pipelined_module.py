@@ -1,4 +1,4 @@
-"""Training module of a pipeline, whose schedule runs forward and backward together.
+"""Training module of a pipeline. The schedule of the pipeline runs forward and backward together.
 
 training_step    sets the random generators and keeps the batch; the returned 0 is not used
 backward         runs all micro-batches through the schedule; the layers of this rank get gradients, scaled if the
@@ -141,7 +141,7 @@ class PipelinedModule(TrainingModule):
         is recorded.
         """
         ranks = len(set(self._stages.owner))
-        # The same dtype on all ranks, because only one rank knows the dtype of the loss.
+        # The same dtype on all ranks, because only one rank computes the loss.
         zero = torch.zeros((), device=self.device, dtype=torch.float64)
         loss = sum((one.loss for one in results), zero) * ranks
         parts = {name: sum((one.parts[name] for one in results), zero) * ranks for name in self.objective.terms}

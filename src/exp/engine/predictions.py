@@ -100,7 +100,7 @@ def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], lis
 def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the bytes of an .npz file with the given arrays."""
     content = io.BytesIO()
-    save: Callable[..., None] = np.savez  # whose stub takes any name for that of its one option
+    save: Callable[..., None] = np.savez  # NumPy's stub treats any keyword as its option allow_pickle
     save(content, **arrays)
     return content.getvalue()
 

@@ -134,7 +134,7 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
 
 
 def accumulation_scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    """Return the callback that sets the number of accumulated batches per epoch; None if there is none."""
+    """Return the callback that sets the number of accumulated batches per epoch; None without such a callback."""
     callbacks = vars(trainer).get("callbacks", ())
     return next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
 
@@ -174,7 +174,7 @@ class Position:
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
     """Return the position in on_train_batch_start. For batch 0 it is also valid in on_train_epoch_start.
 
-    Within a window of accumulated batches, the position is the window's first batch. The parameters have not changed
+    Within a window of accumulated batches, the position is the window's first batch. The parameters did not change
     since this batch, so the same gradients are computed again.
     """
     again = batch_idx % trainer.accumulate_grad_batches

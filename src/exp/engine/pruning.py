@@ -86,10 +86,10 @@ class Pruning(Callback):
     def _report(self, trainer: Trainer) -> bool:
         value, step = float(trainer.callback_metrics[self.monitor]), self.validations
         if not math.isfinite(value):
-            return False  # runtime.non_finite decides on the run
+            return False  # runtime.non_finite decides whether the run continues
         is_pruned = self._record(trainer).report(value, step=step)
         if is_pruned and is_epoch_complete(trainer) and trainer.current_epoch + 1 == total_epochs(trainer):
-            return False  # the run is complete
+            return False  # the run is already complete, so it is not pruned
         if is_pruned:
             log.info("pruned by %s at validation %d, with %s %.6g", self.pruner, step, self.monitor, value)
         return is_pruned

@@ -151,7 +151,7 @@ class StepRecording(Callback, ABC):
             self.latest.update(checkpoint[LATEST])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end_writing(trainer)  # of a test, or a validation alone
+        self._end_writing(trainer)  # ends the writing of a test or of a separate validation
         self._step_hooks.detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -44,7 +44,7 @@ def block_launches(is_wanted: object) -> None:
 
 def put_channels_last(network: nn.Module) -> None:
     """Convert the weights `[C, C', H, W]` and all later inputs `[B, C, H, W]` of a network to channels last."""
-    move: Callable[..., nn.Module] = network.to  # the stubs of torch 2.14 and older have no memory_format alone
+    move: Callable[..., nn.Module] = network.to  # torch's stubs (to 2.14) reject memory_format as the only argument
     move(memory_format=torch.channels_last)
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
 

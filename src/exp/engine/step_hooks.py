@@ -420,7 +420,7 @@ def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners:
         raise
     if not found:
         return {}
-    if type(found) is not dict and not isinstance(found, Mapping):  # the first takes a seventh of the time
+    if type(found) is not dict and not isinstance(found, Mapping):  # comparing types takes a seventh of the time
         raise RunError(
             f"hooks.{hook.name}: {type(hook).__name__}.{method} returned a {type(found).__name__}; expected a mapping "
             "of tags to values, or None"

@@ -62,7 +62,7 @@ class Stopping(Callback):
         self._started = time.monotonic()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_restored:  # and no training began
+        if self._is_restored:  # the checkpoint was loaded, but no training began
             self._is_restored = False
             log.warning(
                 "nothing is left to train: %s has reached %s, which counts the whole run. Raise it to train longer",
@@ -122,7 +122,7 @@ class Stopping(Callback):
         self.ended_by = self.reason(trainer)
         self._countdown = 1
         self._look(trainer)
-        if self._agreed:  # the signal came after the last batch, and Checkpointing has saved
+        if self._agreed:  # the signal came after the last batch; Checkpointing has already saved the state
             last = None if self.checkpointing is None else self.checkpointing.last_path
             raise Interrupted(signum=self._agreed, checkpoint=str(last) if last and last.is_file() else None)
         self._signals.restore()

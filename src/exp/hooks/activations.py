@@ -192,7 +192,7 @@ def live_units(output: Tensor) -> Tensor:
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:
     """Return the lower and upper bound of a module's output; None if it has no bounds."""
-    if isinstance(module, nn.Hardtanh):  # and ReLU6, which derives from it
+    if isinstance(module, nn.Hardtanh):  # also covers ReLU6, a subclass
         return float(module.min_val), float(module.max_val)
     return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
 
@@ -205,6 +205,6 @@ def count_saturated(values: Tensor, module: nn.Module) -> Tensor:
     low, high = bounds
     margin = MARGIN * (high - low)
     at_bound = values >= high - margin
-    if not isinstance(module, nn.ReLU6):  # its lower bound is counted as zeros
+    if not isinstance(module, nn.ReLU6):  # the lower bound of ReLU6 is 0, which the statistic zeros counts
         at_bound |= values <= low + margin
     return at_bound.sum()

@@ -160,7 +160,7 @@ class Gradients(Hook):
         has_ratio = is_due_at(self.update_ratio_every_n_steps, index)
         if has_histograms or has_ratio:
             names, gradients = self._gradients()
-            if has_histograms:  # also without any here: other ranks may hold some
+            if has_histograms:  # called even without gradients on this rank, because other ranks may have some
                 found = histograms(dict(zip(names, gradients, strict=True)), step)
                 values |= {f"gradients/histogram/{name}": one for name, one in found.items()}
             if has_ratio:

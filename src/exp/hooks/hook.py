@@ -402,7 +402,7 @@ class Attached:
     Args:
         hook: The hook.
         modules: Modules by name.
-        network: Network whose parameter names the hook receives.
+        network: Network that defines the parameter names passed to the hook.
     """
 
     def __init__(self, hook: Hook, modules: Mapping[str, nn.Module], *, network: nn.Module) -> None:
@@ -478,7 +478,7 @@ class Attached:
         def observing(*arguments: object) -> None:
             seen = list(tensors_in(arguments))
             if any(map(is_transformed, seen)):
-                return  # a call inside torch.func, whose tensors have no numbers
+                return  # inside torch.func, tensors are placeholders without values
             before = _versions(seen)
             with torch.no_grad(), OBSERVING:
                 returned = own(*arguments)

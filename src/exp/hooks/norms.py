@@ -32,7 +32,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     # Passing a dtype takes a third of the time of the whole call.
     dtype = [] if {tensor.dtype for tensor in dense} == SINGLE else [at_least_float32(dense[0].dtype)]
     found = torch._foreach_norm(dense, 2, *dtype)
-    if len({tensor.device for tensor in dense}) > 1:  # layers split over devices
+    if len({tensor.device for tensor in dense}) > 1:  # the layers are split over several devices
         return [norm.to(found[0].device) for norm in found]
     return list(found)
 

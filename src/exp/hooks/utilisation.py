@@ -100,7 +100,7 @@ class Utilisation:
             return FlopCount(forward=self._given_flops, backward=0.0, by_operator={})
         try:
             return workload.flops(step.data)
-        except Exception as error:  # a user's own layer may raise anything where tensors have no numbers
+        except Exception as error:  # a user's layer may raise any error on the meta device
             log.warning(
                 "throughput/mfu is not logged: the FLOPs of a step could not be counted without numbers (%s: %s). "
                 "Write hooks.%s.flops_per_sample",

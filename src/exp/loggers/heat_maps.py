@@ -69,7 +69,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
         if not any(column[1]):
             continue
         if kept and (count - 1) % every:
-            kept.pop()  # it was kept only as the last column
+            kept.pop()  # removed, because it was kept only as the last column so far
         kept.append(column)
         count += 1
         if len(kept) > MOST_COLUMNS:
@@ -135,7 +135,7 @@ class HeatMaps:
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Remove the rows of an earlier process whose step is `step` or later, because training starts at `step`."""
+        """Remove an earlier process's rows from step `step` onward, because training starts at this step."""
         self._guard(lambda table: table.purge(step))
 
     def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
@@ -186,6 +186,6 @@ class HeatMaps:
             return
         try:
             work(self._table)
-        except (RunError, OSError, ValueError, LookupError) as error:  # the last two for a damaged table
+        except (RunError, OSError, ValueError, LookupError) as error:  # ValueError and LookupError: a damaged table
             self._table = None
             warn_not_written(TABLE, error)

@@ -76,7 +76,7 @@ class CsvLogger(RunLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Remove the rows whose step is `step` or later, because a resumed run starts at `step`."""
+        """Remove the rows from step `step` onward, because a resumed run starts at this step."""
         self._table.purge(step)
 
     @rank_zero_only

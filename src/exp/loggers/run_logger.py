@@ -75,7 +75,7 @@ class RunLogger(Logger):
 
     @abstractmethod
     def purge(self, step: int) -> None:
-        """Remove the values whose step is `step` or later. Training starts at `step` and logs them again."""
+        """Remove the values from step `step` onward. Training starts at this step and logs them again."""
 
     @abstractmethod
     def end(self, status: str) -> None:
@@ -161,7 +161,7 @@ def isolate_errors(logger: Logger, *, name: str) -> Logger:
             try:
                 return method(*arguments, **named)
             except Interrupted:
-                raise  # a signal came while it wrote
+                raise  # a signal arrived while the logger wrote
             except Exception as error:
                 has_failed = True
                 warn_not_written(name, error)

@@ -49,7 +49,7 @@ class StepTable:
             self._guard(lambda: self._append(rows))
 
     def purge(self, step: int) -> None:
-        """Remove the rows whose step is `step` or later, because a resumed run writes them again."""
+        """Remove the rows from step `step` onward, because a resumed run writes them again."""
         if self.path.is_file():
             self._guard(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
 

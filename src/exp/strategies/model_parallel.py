@@ -223,7 +223,7 @@ class ModelParallel(WholeState):
         places = {name.removeprefix(NETWORK): place for place, name in enumerate(self._parameter_names)}
         is_held = [float(name in found) for name in places]
         if width is None or not self.holds_every_name:
-            # A rank without parameters does not know K.
+            # A rank without parameters cannot determine K.
             sent = [*is_held, float(max((len(one) for one in found.values()), default=0))]
             there = torch.tensor(sent, dtype=torch.float64, device=self.root_device)
             dist.all_reduce(there, op=dist.ReduceOp.MAX)

@@ -282,7 +282,7 @@ class PipelineStrategy(ModelParallel):
 
 
 def keep_only(network: nn.Module, names: set[str]) -> None:
-    """Set the parameters and buffers whose names are not in `names` to None. The layers remain in the network."""
+    """Set all parameters and buffers to None except those named in `names`. The layers remain in the network."""
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -76,7 +76,7 @@ def global_rank() -> int:
 def meet() -> None:
     """Wait for all ranks, so that no rank exits while other ranks still communicate with it."""
     if "torch.distributed" not in sys.modules:
-        return  # there is no process group, and importing torch would take a second
+        return  # without torch, there is no process group; importing torch takes a second
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -159,7 +159,7 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole = copy.deepcopy(network).double().eval()
-        for parameter in whole.parameters():  # zeros would hide their factors
+        for parameter in whole.parameters():  # parameters that are zero would hide errors in their factors
             if parameter.is_floating_point():
                 parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
         data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}

@@ -26,7 +26,7 @@ PLAN, VOCABULARY = "strategy.plan", "strategy.vocabulary"
 COLUMNS = ("query", "key", "value", "expand", "gate")
 ROWS = ("project", "contract")
 HEADS = "*heads"
-# Layers whose output elements each depend on one input element, so that they can process a part of the values.
+# Elementwise layers: each output element depends on one input element, so a part of the values is enough.
 ELEMENTWISE = (
     "CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "LogSigmoid", "Mish",
     "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh", "Tanhshrink",

@@ -61,7 +61,7 @@ def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
 
 
 def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the units, and an additional unit for each layer whose dtype differs from that of its unit.
+    """Return the units, and an additional unit for each layer that has another dtype than its unit.
 
     A unit is gathered as one flat tensor, and `precision.keep` changes the dtype of some layers. The dtype of a unit is
     the dtype of the parameters outside of its layers. If there are no such parameters, it is the dtype of most

@@ -117,7 +117,7 @@ def declared_above(directory: Path) -> api_pb2.Experiment | None:
                 if found is not None:
                     content = found.metadata.plugin_data.content
                     return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
-            except (OSError, DecodeError, EOFError):  # a run does not depend on it
+            except (OSError, DecodeError, EOFError):  # a run does not need the sweep's declaration
                 return None
     return None
 

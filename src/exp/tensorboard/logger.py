@@ -149,7 +149,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Mark earlier values whose step is `step` or later as invalid, because a resumed run starts at `step`.
+        """Mark earlier values from step `step` onward as invalid, because a resumed run starts at this step.
 
         The start is written twice, because TensorBoard's reader ignores the first one in a folder (2.21).
         """

@@ -40,7 +40,7 @@ def _histogram(tag: str, panel: Histogram) -> Summary.Value:
     counts = panel.counts.double().numpy()
     low, high = float(panel.low), float(panel.high)
     if not counts.sum():
-        low = high = 0.0  # no value was finite: an empty histogram, because nan is not on the axis
+        low = high = 0.0  # no finite value: an empty histogram, because the axis has no nan
     elif low == high:
         # One bin around the value, as in tensorboard's summary.
         counts, low, high = counts.sum(keepdims=True), low - 0.5, high + 0.5

@@ -27,8 +27,8 @@ ROWS = [
 COMMANDS = [(there, found[1], found[2]) for there, found in ROWS if found]
 # Errors of devices and packages that may be missing, and of the command that the page says is refused.
 REFUSED = {
-    "launch.accelerator=cuda": "launch.accelerator: cuda",
-    "launch.accelerator=mps": "launch.accelerator: mps",
+    "launch.accelerator=cuda": "launch.accelerator: 'cuda'",
+    "launch.accelerator=mps": "launch.accelerator: 'mps'",
     "+logger=wandb": "needs the package wandb",
     "new_param": "expected one of net, optimizer, scheduler, compile",
 }

@@ -192,7 +192,7 @@ from exp.hooks.hook import Hook
 from exp.hooks.panels import Panel
 
 class Undrawable(Panel):
-    def drawn(self):
+    def draw(self):
         raise ValueError("no font")
 
 class Draws(Hook):
@@ -264,7 +264,7 @@ def test_a_picture_that_fails_is_reported_once_per_tag(write: Any) -> None:
     _, errors, log = fit(*hook, "trainer.max_epochs=2", "trainer.log_every_n_steps=1")
     assert set(errors) == {"the picture mine/one", "the picture mine/two"}
     assert "ValueError: no font" in log
-    assert "in drawn" in log  # the traceback
+    assert "in draw" in log  # the traceback
 
 
 # --- errors that end a run ---

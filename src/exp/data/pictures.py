@@ -1,4 +1,7 @@
-"""Conversion of pictures to tensors: rotated as their EXIF data state, in one mode and size, and normalized."""
+"""Conversion of pictures to tensors.
+
+Pictures are rotated as their EXIF data state, converted, resized and normalized.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ AnySampler = Sampler[Any]
 Items = list[Any]
 # A function that makes a sampler: the class, or a functools.partial of the class.
 MakeSampler = Callable[..., AnySampler]
-# Packages whose samplers depend only on the generators, not on earlier epochs.
+# The packages with samplers that depend only on the random generators, not on earlier epochs.
 STATELESS = ("exp", "torch")
 # A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items. It
 # returns None if all items are valid.

@@ -305,7 +305,9 @@ class TarShard(ShardFile):
         """
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                vars(archive)["members"].clear()  # tarfile keeps all members; its type stubs lack the attribute
+                vars(archive)[
+                    "members"
+                ].clear()  # tarfile keeps all members; the attribute is missing in its type stubs
                 folder, _, name = member.name.rpartition("/")
                 if member.isdir() or name.startswith("."):
                     continue

@@ -140,7 +140,8 @@ class Shards(Dataset[object]):
 class ShardStream(IterableDataset[object]):
     """The samples of several files, in the order of the records.
 
-    Every rank and every worker iterates over all records. It reads and parses only the records of its own samples.
+    Every rank and every worker iterates over all records. It reads and parses only the records that it needs for its
+    samples.
 
     Attributes:
         num_classes: The number of class names; None if targets are numbers.

@@ -260,7 +260,7 @@ def days_since_1970(text: str, form: str | None) -> float:
         ValueError: The text is not a date in this format.
     """
     if not text.isascii() and any(sign.isdecimal() and not sign.isascii() for sign in text):
-        raise ValueError(text)  # strptime reads other digits
+        raise ValueError(text)  # strptime would accept digits of other scripts
     found = datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
     aware = found if found.tzinfo else found.replace(tzinfo=UTC)
     return (aware - EPOCH) / timedelta(days=1)

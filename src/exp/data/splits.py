@@ -197,7 +197,7 @@ def divide(
         raise data_error("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
-    if own and list(wanted.values()) != [1.0]:  # otherwise one split is the whole data set
+    if own and list(wanted.values()) != [1.0]:  # a single split of size 1.0 is the whole data set
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         expected = "a data set with an index, which can be divided"

@@ -291,7 +291,9 @@ class Table(Dataset[object]):
         place = {word_key(word): number for number, word in enumerate(statistics["words"][name], 1)}
         missing = statistics["most_frequent"][name] if self.impute == "most_frequent" else MISSING
         numbers = np.array([place.get(word_key(word), 0) for word in (*column.names, missing)])
-        return torch.from_numpy(numbers[self._of_rows(column.codes)])  # -1 takes the last one
+        return torch.from_numpy(
+            numbers[self._of_rows(column.codes)]
+        )  # the code -1 selects the last word, the missing one
 
     def target_values(self, name: str, statistics: Statistics) -> Tensor:
         target = self.targets[name]
@@ -334,7 +336,7 @@ class Table(Dataset[object]):
                 )
             if self.impute == "most_frequent":
                 values, counts = np.unique(known, return_counts=True)
-                fills.append(float(values[counts.argmax()]))  # the smallest of equally frequent ones
+                fills.append(float(values[counts.argmax()]))  # the smallest of equally frequent values
             else:
                 fills.append(float(np.median(known) if self.impute == "median" else known.mean()))
         return torch.tensor(fills, dtype=torch.float64)

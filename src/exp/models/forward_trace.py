@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         calls: The completed calls of modules, in the order in which they returned.
         operations: The calls of functions that received and returned tensors.
-        inside: The innermost call that has not returned. After an exception, it is the failed call.
+        inside: The innermost call that is still running. After an exception, it is the failed call.
         refused: The last function that raised an error.
 
     Args:

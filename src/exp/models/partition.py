@@ -182,7 +182,7 @@ class _Cutter:
         while stack:
             node = stack.pop()
             if self._is_carried(node, part):
-                continue  # its arguments are not needed here
+                continue  # the part receives its value, and needs none of its arguments
             for used in node.all_input_nodes:
                 if used not in wanted:
                     wanted.add(used)

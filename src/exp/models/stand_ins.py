@@ -1,7 +1,7 @@
 """Stand-ins: objects that replace layers, functions and tensors while a forward program is tried before the run.
 
 Stand-ins support the operations of a program through Python's special methods, and report forbidden operations to a
-trial. The names of their own attributes begin with an underscore, because a program cannot contain such names.
+trial. The names of their private attributes begin with an underscore, because a program cannot contain such names.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def try_out(
         except Stopped:
             break
         except Exception as error:
-            if not found:  # else a consequence of a refusal
+            if not found:  # otherwise the exception is a consequence of the recorded errors
                 place = _place(code, error.__traceback__)
                 found[place[:2]] = _error_at(program, error, place)
         else:

@@ -235,7 +235,10 @@ def is_value(name: str, home: str) -> bool:
 
 
 def home_of(name: str) -> str:
-    """Return the module of a function without a prefix: torch if torch has the function, otherwise torch.nn.functional."""
+    """Return the module of a function without a prefix.
+
+    The module is torch if torch has the function, otherwise torch.nn.functional.
+    """
     return "torch" if name in TORCH_FUNCTIONS else "torch.nn.functional"
 
 

@@ -29,7 +29,9 @@ ELEMENTWISE = (
 
 
 def pick(values: Values, name: str, role: str) -> Tensor:
-    """Return the tensor with a name. Raise RunError if there is none; the message proposes the closest name.
+    """Return the tensor with a name.
+
+    Raise RunError if no value has this name; the message proposes the closest name.
 
     Args:
         values: The values of the step by name.

@@ -157,8 +157,8 @@ class Edge:
         self.autocast: list[bool] = []
 
     def enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> tuple[Arguments, Keywords]:
-        # torch.compile supports this call, but not an autocast context that is entered in one hook and exited in
-        # another.
+        # The switch is set directly, because torch.compile does not support an autocast context that is entered in
+        # `enter` and exited in `leave`.
         enabled = torch.is_autocast_enabled(self.device_type)
         self.autocast.append(enabled)
         if enabled:

@@ -65,7 +65,8 @@ class CountingScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return
         if self._scale is None:
-            # A pipeline rank without the loss has not initialized the scale. It may also have no trained parameter.
+            # On a pipeline rank without the loss, the scale is not initialized yet. The rank may also have no trained
+            # parameter.
             held = (p.device for group in optimizer.param_groups for p in group["params"])
             self.scale(torch.zeros((), device=next(held, self._device)))
         super().unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""python -m exp.data: statistics, leaks and pictures of the data."""
+"""The command python -m exp.data, which shows statistics, leaks between splits, and pictures of the data."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,4 @@
-"""Arrays by name from NumPy's files: memory-mapped .npy, which may be larger than memory, or .npz."""
+"""Named arrays from NumPy's files. .npy files are memory-mapped, and may be larger than memory; .npz files are read."""
 
 from __future__ import annotations
 

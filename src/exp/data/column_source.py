@@ -1,4 +1,4 @@
-"""Columns by name from files of several formats: .csv, .parquet, .jsonl, .npz, .npy."""
+"""Named columns from files of several formats: .csv, .parquet, .jsonl, .npz, .npy."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class Data:
         persistent_workers: See torch's DataLoader.
         multiprocessing_context: See torch's DataLoader.
         shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset.
-        transforms: Transforms of each sample, applied in order. A transform with one parameter receives the input. A
-            transform with several parameters receives the sample's values of these names.
+        transforms: Transforms of each sample, applied in order. A transform with one parameter receives the input. If a
+            transform has several parameters, it receives the sample's values with the same names.
         train_transforms: Transforms of each training sample, applied before `transforms`.
         eval_transforms: Transforms of each sample in validation, test and prediction, applied before `transforms`.
         batch_transforms: Transforms of the samples that a rank reads of a batch, on the rank's device.
@@ -71,13 +71,14 @@ class Data:
             (exp.data.collate.Pad). None uses torch's default_collate.
         inputs: The shape and dtype of each input by name. Required if samples have several inputs, or an input with
             another name than `input`. null in a shape is a length that varies. If samples are tuples, the names are in
-            their order.
+            the order of the values.
         input_shape: See DataSpec. None reads the shape from the data.
         input_dtype: See DataSpec. None reads the dtype from the data.
         num_classes: See DataSpec. None reads the number from the data.
         num_outputs: See DataSpec. None reads the number from the data.
-        input_mean: The mean that was subtracted from pixels, a number or one for each channel. TensorBoard needs it to
-            show pictures. A pixel is from 0 (black) to 1 (white), and an input is (pixel - mean) / std.
+        input_mean: The mean that was subtracted from pixels, as a list with one number, or a number for each channel.
+            It is needed to show pictures in TensorBoard. A pixel is from 0 (black) to 1 (white). An input
+            is (pixel - mean) / std.
         input_std: The standard deviation that divided the pixels; see input_mean.
         ignored_labels: Labels outside the classes that losses ignore. All other labels outside the classes are errors.
             None takes every ignore_index of the objective and the metrics, and torch's default, -100.

@@ -1,4 +1,4 @@
-"""Errors in the config's `data` section, and the check of split sizes. Does not import torch."""
+"""Errors in the config's `data` section, and the check of split sizes. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -310,5 +310,5 @@ def samples_in(dataset: AnyDataset) -> int:
 
 
 def tensors_of(entries: Entries) -> tuple[Tensor, ...]:
-    """Return the tensors of a pair or a mapping."""
+    """Return the tensors of a sample or a batch, which is a pair or a mapping."""
     return tuple(entries.values()) if isinstance(entries, Mapping) else tuple(entries)

@@ -190,7 +190,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
             raise data_error(self.stage, got=got, expected="as many samples in every epoch")
 
     def name_of(self, index: int) -> str:
-        """Return the name of a sample for messages."""
+        """Return the name of a sample for messages, from its index."""
         return sample_name(self.dataset, index, stage=self.stage)
 
 
@@ -225,7 +225,12 @@ class WorkerLoader(Loader):
 
 
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
-    """Yield the items of an iterator. If it runs in this process, restore the random generators after each item."""
+    """Yield the items of an iterator. If it runs in this process, restore the generators after each item.
+
+    Args:
+        iterator: The iterator.
+        in_process: Whether the iterator runs in this process, not in workers.
+    """
     if not in_process:
         try:
             yield from iterator

@@ -155,7 +155,7 @@ class Layer:
         return iter(self._entries or self._elements)
 
     def __getitem__(self, index: object) -> object:
-        """Return the stand-in of `linears[0]`, `linears[1:]` or `heads["main"]`."""
+        """Return the stand-in of an element, such as `linears[0]`, `linears[1:]` or `heads["main"]`."""
         if isinstance(self._module, _MAPPINGS):
             if isinstance(index, str) and index in self._entries:
                 return self._entries[index]

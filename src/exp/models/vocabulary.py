@@ -2,8 +2,8 @@
 
 This module does not import torch.
 
-A program cannot use any other name. The lists contain the operators in torch's own database
-(torch.testing._internal.opinfo), with their documented aliases, that take tensors and numbers and return new tensors.
+A program cannot use any other name. The lists contain operators that take tensors and numbers and return new tensors,
+with their documented aliases. The lists were made from torch's own database (torch.testing._internal.opinfo).
 tests/models/operators.py compares the lists with torch.
 """
 # ruff: noqa: SIM905  (lists of words are easier to read as text)

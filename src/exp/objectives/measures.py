@@ -73,8 +73,8 @@ class Measure:
         metric: A metric of torchmetrics.
         output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
         target: The name of the target: `target`, or a name in the mapping that the network or the data set returns.
-        inputs: The values of a metric that does not take (output, target): a mapping of its update's parameters to
-            names of values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
+        inputs: The values of a metric that does not take (output, target). It maps the parameters of `update` to names
+            of values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
         are_scores: Whether outputs are scores, which exp converts to probabilities. Without this conversion,
             torchmetrics decides for each batch: a small batch with all scores between 0 and 1 would count as
             probabilities.

@@ -41,7 +41,7 @@ class Term(AbstractTerm):
         weight: The factor of this term in the objective, default 1.
         output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
         target: The name of the target, default `target`.
-        inputs: The values of a loss that does not take (output, target): a mapping of its forward's parameters to names
+        inputs: The values of a loss that does not take (output, target). It maps the parameters of `forward` to names
             of values, such as {input: mean, target: target, var: variance} for torch.nn.GaussianNLLLoss.
     """
 
@@ -290,7 +290,7 @@ class Objective(nn.Module):
         Args:
             values: The values by name: `output`, `target`, and the names that the network and the batch return.
             batch: This rank's samples of the batch. If the batch is divided among ranks, every rank must call this
-                method, and the mean over ranks, weighted by their numbers of samples, is the loss of the whole batch.
+                method. The mean over ranks, weighted by their numbers of samples, is then the loss of the whole batch.
             passes: Additional passes and gradients, for terms with `needs`.
 
         Returns:

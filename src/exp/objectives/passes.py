@@ -110,8 +110,8 @@ class Passes:
         """Return the gradients of an output's sum with respect to values, in float32, or float64 for float64 values.
 
         If the network treats samples separately, row b of a gradient belongs to sample b. With a gradient scaler, the
-        sum is multiplied by a factor that avoids underflow in float16, and the gradients are divided by this factor, as
-        in PyTorch's AMP notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+        sum is multiplied by a factor that avoids underflow in float16. The gradients are divided by this factor, as in
+        PyTorch's AMP notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
 
         Args:
             output: A tensor of any shape.

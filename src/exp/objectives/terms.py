@@ -34,7 +34,7 @@ class _ClassesLast(nn.Module):
         self.reduction = "mean"
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `[..., V]` and `[...]` as `[N, V]` and `[N]`."""
+        """Return the output `[..., V]` as `[N, V]`, and the target `[...]` as `[N]`."""
         require_classes_last(self, output, target)
         if output.dim() == 2:
             return output, target

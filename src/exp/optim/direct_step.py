@@ -117,8 +117,9 @@ class DirectSteps:
 class DirectStep:
     """Callable that steps one optimizer, with the same result as `optimizer.step()`, bit for bit.
 
-    `optimizer.step()` is called if the kernel alone is not enough: in the first step, if a gradient is missing, with a
-    loss scale, with a hook, or with a profiler. Between two steps, only gradients and settings of groups may change.
+    `optimizer.step()` is called if the kernel alone is not enough. This is the case in the first step, if a gradient is
+    missing, or with a loss scale, a hook or a profiler. Between two steps, only gradients and settings of groups may
+    change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

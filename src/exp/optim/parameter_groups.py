@@ -75,7 +75,7 @@ def parameter_groups(
 
 
 def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters with requires_grad that match one of the patterns, each once."""
+    """Return the parameters with requires_grad that match at least one of the patterns, without duplicates."""
     return [one for one, names in _names_of_trained(network).items() if matches_any(names, patterns)]
 
 
@@ -91,7 +91,7 @@ def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[st
 
 
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether one of the names of a parameter matches one of the patterns."""
+    """Return whether any name of a parameter matches any of the patterns."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -162,7 +162,7 @@ def _owners(
 def _exempt(
     network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], errors: list[ErrorDetails]
 ) -> set[nn.Parameter]:
-    """Return the parameters without weight decay."""
+    """Return the parameters without weight decay. Errors of invalid patterns are added to `errors`."""
     found: set[nn.Parameter] = set()
     for word in exempt_from_decay:
         if word == "norms":

@@ -42,9 +42,13 @@ class Constant(LambdaLR):
 class Cosine(LambdaLR):
     """A linear warm-up, followed by half a cosine from the learning rate down to end_factor times the learning rate.
 
-    Let w be the number of warm-up steps and T the total number of steps. After n steps, the factor is (n + 1) / (w + 1)
-    for n < w, then e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2, and e from step T (Loshchilov and Hutter, SGDR, eq.
-    5, one period).
+    With w warm-up steps of T steps in total, the factor after n steps is
+
+        (n + 1) / (w + 1)                                     for n < w
+        e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2       for w <= n < T
+        e                                                     for n >= T
+
+    This is equation 5 of Loshchilov and Hutter, SGDR, for one period.
 
     Args:
         optimizer: The optimizer.

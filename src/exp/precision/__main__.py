@@ -1,4 +1,4 @@
-"""python -m exp.precision: compare a precision with float32, layer by layer, on one batch."""
+"""The command python -m exp.precision, which compares a precision with float32 on a batch, layer by layer."""
 
 from exp.cli.dispatch import run
 

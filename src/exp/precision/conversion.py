@@ -100,7 +100,7 @@ class Ends:
 
     The loss therefore receives the exact outputs of kept layers at the end of the network.
 
-    The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers, and
+    The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers. It
     detects which of them are outputs of the network. Later calls store only these. If a strategy runs the layers
     without calling the network, no output is stored.
     """

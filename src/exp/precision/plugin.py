@@ -259,7 +259,7 @@ class ScaledPrecision(RunPrecision):
     fp16.
 
     Forward pass and loss run under autocast, the backward pass does not. After the backward pass, the gradients are
-    unscaled once, for any optimizer, so that on_before_optimizer_step and clipping receive the true gradients.
+    unscaled once, for any optimizer. Therefore, on_before_optimizer_step and clipping receive the true gradients.
     (Lightning does not unscale for a fused optimizer, and cannot clip then.) The optimizer step and the update of the
     scale follow.
     """

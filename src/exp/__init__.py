@@ -7,11 +7,13 @@ import sys
 
 
 def _drop_first_folder() -> None:
-    """Remove the first folder of a command from the import path: a file there could replace an installed package.
+    """Remove the folder that Python adds to the import path, because a file there could hide an installed package.
 
-    For `python -m exp.train` this is the working directory. exp.config.targets still finds its modules, after the
-    installed ones. For the script `exp` it is the folder of the script, and for `python src/exp/cli/train.py` the
-    folder of that file, next to which `tensorboard` is a package of exp.
+    - For `python -m exp.train`, it is the working directory. exp.config.targets adds the working directory again at the
+      end of the path if a config names one of its modules.
+    - For the script `exp`, it is the folder of the script.
+    - For `python src/exp/cli/train.py`, it is the folder of that file. A package of exp, such as exp.tensorboard, could
+      hide an installed package.
     """
     if sys.flags.safe_path or not sys.path:
         return
@@ -19,7 +21,7 @@ def _drop_first_folder() -> None:
     asked = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
     script, name = os.path.split(os.path.realpath(sys.argv[0])) if sys.argv else ("", "")
     if asked and asked[0].partition(".")[0] == "exp":
-        # In src/ of a checkout it is the folder of exp.
+        # In src/ of a checkout, the working directory is needed, because it contains the package exp.
         is_left_out = first == os.getcwd() != os.path.dirname(package)
     else:
         place, rooms = os.path.realpath(first), os.path.realpath(package)
@@ -30,7 +32,7 @@ def _drop_first_folder() -> None:
 
 _drop_first_folder()
 
-# Imported afterwards, because a file in the working directory could replace these modules as well.
+# Imported after the folder is removed, because a file in the working directory could hide these modules, too.
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 

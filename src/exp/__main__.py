@@ -1,4 +1,4 @@
-"""exp COMMAND ...: every command of exp. `python -m exp COMMAND ...` is the same."""
+"""Run `python -m exp COMMAND ...`, which is equivalent to `exp COMMAND ...`."""
 
 import sys
 

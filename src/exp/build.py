@@ -1,4 +1,4 @@
-"""Builds the objects of a run for one rank from its plan."""
+"""Build the objects of a run for one rank from the plan of the run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
 
-# Callbacks that do not change the weights, or that save their average.
+# Callbacks that never change the scored weights, so that checkpointing does not need to copy the weights.
 LEAVING_WEIGHTS = (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -87,11 +87,18 @@ LEAVING_WEIGHTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The objects of a run: Lightning's Trainer, module, data, and callbacks with results.
+    """The objects of a run on one rank.
 
     Attributes:
-        network: The module's network, or a user's LightningModule.
-        stages: Stages that both data and module have.
+        trainer: Lightning's Trainer.
+        module: LightningModule that the Trainer trains.
+        network: Network of the module. For a user's LightningModule, the module itself.
+        data: Data that the Trainer reads.
+        stages: Stages for which there are data and a step of the module.
+        recording: Callback that records losses and metrics.
+        checkpointing: Callback that writes the checkpoints.
+        stopping: Callback that ends the training.
+        pruning: Callback that ends a job of a search early. None: the run is not pruned.
     """
 
     trainer: Trainer
@@ -106,14 +113,16 @@ class Parts:
 
 
 def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None) -> Parts:
-    """Return the objects of a run for one rank.
+    """Build the objects of a run for one rank.
 
     Args:
+        plan: Plan of the run.
         directory: Run directory.
-        resume: Checkpoint to resume from, instead of the config's.
+        rank: Rank of this process.
+        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
 
     Raises:
-        ConfigError: A constructor rejects its values.
+        ConfigError: A constructor rejects its arguments.
     """
     settings, placement = plan.settings, plan.placement
     arguments, limits = take_limits(_trainer_values(plan))
@@ -139,7 +148,7 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         precision=precision,
         directory=directory,
         rank=rank,
-        # Recording first, because the other callbacks read its values.
+        # Recording comes first, because other callbacks read the values that it records.
         callbacks=[
             recording,
             *_guards(plan, network),
@@ -181,7 +190,11 @@ def _stages(plan: Plan) -> Sequence[str]:
 def _build_trained(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None
 ) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
-    """Return the module of exp's model, its network, its data, and the callback that records it."""
+    """Build the parts of a run that trains a model of the config.
+
+    Returns:
+        The LightningModule, its network, its data, and the callback that records losses and metrics.
+    """
     settings = plan.settings
     kind, more = _module_kind(plan)
     data = RunData(data=plan.data, rank=rank, world_size=plan.placement.data_ranks)
@@ -207,7 +220,11 @@ def _build_trained(
 def _build_own(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, saving: Checkpointing
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
-    """Return a user's LightningModule, itself as the network, its data, and the callback that records it."""
+    """Build the parts of a run that trains a user's LightningModule.
+
+    Returns:
+        The LightningModule, its network (the module itself), its data, and the callback that records its values.
+    """
     settings, world_size = plan.settings, plan.placement.data_ranks
     module, loaders = build_module(settings), plan.data_module
     batches: PlainData | BatchesOfLoaders = (
@@ -230,7 +247,7 @@ def _lightning_data(batches: LightningDataModule | BatchesOfLoaders) -> Lightnin
 def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:
     return Checkpointing(
         directory=directory,
-        # A copy of the weights is needed if a callback may change them.
+        # If a callback may change the weights, the scored weights are copied.
         holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.settings.monitor,
         mode=plan.settings.mode,
@@ -241,7 +258,7 @@ def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> C
 
 
 def _guards(plan: Plan, network: nn.Module) -> list[Callback]:
-    """Return the callbacks that unfreeze parameters and undo a skipped step."""
+    """Return the callbacks for unfreezing parameters and for undoing skipped steps, if the run needs them."""
     freezing = build_freezing(network, plan.settings)
     learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
     return [*learning, *([UndoneForward()] if plan.settings.runtime.non_finite == "skip" else [])]
@@ -263,7 +280,7 @@ def _watch(settings: Settings, directory: Path, *, rank: Rank) -> StepWatch | No
 
 
 def _pruning(settings: Settings, directory: Path) -> Pruning | None:
-    """Return the callback that ends a job of a search early; None for other runs."""
+    """Return the callback that ends a job of a search early; None if the run is not such a job."""
     sweep, monitor = settings.sweep, settings.monitor
     if sweep.trial is None or sweep.pruner == "none" or monitor is None:
         return None
@@ -278,7 +295,7 @@ def _pruning(settings: Settings, directory: Path) -> Pruning | None:
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, tuple[Phase, ...]]]:
-    """Return the class of the module, and its additional parameters."""
+    """Return the class of the LightningModule for a model of the config, and additional arguments of the class."""
     if plan.phases:
         from exp.engine.phased_module import PhasedModule
 
@@ -299,14 +316,23 @@ def _trainer(
     rank: Rank,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    """Return Lightning's Trainer with exp's placement, precision and checkpoint files."""
+    """Build Lightning's Trainer with exp's placement, precision and checkpoint files.
+
+    Args:
+        plan: Plan of the run.
+        arguments: Arguments of the Trainer in the config.
+        precision: Precision plug-in.
+        directory: Run directory.
+        rank: Rank of this process.
+        callbacks: Callbacks of the run, without progress bar.
+    """
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
-    # The user's loaders know no ranks, so Lightning splits them.
+    # A user's loaders do not split the data over the ranks, so Lightning does.
     placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.settings.runtime
     checkpoint_io = _checkpoint_io(plan.settings.checkpoint.async_)
     loggers = build_loggers(plan.settings, directory)
-    # exp's progress bar, unless the config has another: Lightning's bar redraws at every batch.
+    # Lightning's default bar redraws at each batch. exp's bar replaces it unless the config has a progress bar.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
     # Layers of torchao 0.18 do not run under autocast in inference mode (test_fp8.py).
@@ -316,13 +342,13 @@ def _trainer(
         **{**placed, "plugins": [*placed["plugins"], precision, checkpoint_io]},
         callbacks=[*callbacks, *shown],
         logger=list(loggers.values()),
-        # Lightning's checkpoints only for the user's Checkpoint callbacks.
+        # Lightning writes checkpoints only if the config has a Checkpoint callback, because exp writes its own.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         default_root_dir=str(directory),
         deterministic=runtime.deterministic,
         benchmark=runtime.cudnn_benchmark,
     )
-    # Lightning knows the rank now, and opens stores only on rank 0.
+    # The loggers are opened after the Trainer is built, because Lightning then knows the rank and opens them on rank 0.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer
 
@@ -334,7 +360,7 @@ def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
 
 
 def _trainer_values(plan: Plan) -> dict[str, Any]:
-    """Return the values of the trainer node without `_target_`."""
+    """Return the arguments of the Trainer in the config, with the objects of nodes built."""
     return {
         key: construct(value, key=f"trainer.{key}", allow=plan.settings.security.allow)
         for key, value in plan.plain["trainer"].items()

@@ -1,4 +1,4 @@
-"""Builds objects from nodes of a plain config: the only place where a `_target_` is called.
+"""Build objects from nodes of a plain config. This is the only module that calls the `_target_` of a node.
 
 `construct` builds any node. The other functions build the objects of a run from its settings.
 """
@@ -66,16 +66,21 @@ BUILT_BY_DATA = ("sampler", "batch_sampler")
 
 
 def construct(node: object, *, key: str, allow: Sequence[str], **offers: object) -> Any:
-    """Return the object of a plain config node, with the objects of everything in it.
+    """Build the object of a node. Nodes inside the node are built first.
 
-    `{_target_: name, ...}` becomes an instance, or a functools.partial with `_partial_: true`. `{repeat: n, layer:
-    {...}}` becomes an nn.ModuleList of n layers. Other mappings and lists keep their type.
+    - `{_target_: name, ...}` becomes an instance of the class or, with `_partial_: true`, a functools.partial.
+    - `{repeat: n, layer: {...}}` becomes an nn.ModuleList of n layers.
+    - Other mappings and lists become dicts and lists of built objects.
 
     Args:
-        offers: Values for parameters that the outermost target has and the node does not set.
+        node: Plain value of the node.
+        key: Dotted key of the node, for error messages and for checks of the class.
+        allow: Packages that the command line allows.
+        **offers: Additional arguments by parameter. An argument is passed only if the outermost target has the
+            parameter and the node does not set it.
 
     Raises:
-        ConfigError: A constructor rejects its values.
+        ConfigError: A constructor rejects its arguments.
     """
     if isinstance(node, Mapping):
         if "_target_" in node:
@@ -136,7 +141,16 @@ def _call(node: Plain, *, key: str, allow: Sequence[str], offers: Mapping[str, o
 
 
 def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> dict[str, object]:
-    """Return the functions of a forward program by their names in it. Raise ConfigError."""
+    """Return the functions that a forward program declares, by their names in the program.
+
+    Args:
+        named: Dotted name of each function.
+        key: Dotted key of the mapping.
+        allow: Packages that the command line allows.
+
+    Raises:
+        ConfigError: A function is not allowed.
+    """
     found = {}
     for name, dotted in named.items():
         try:
@@ -147,11 +161,21 @@ def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> d
 
 
 def _check_result(made: object, target: object, name: str, *, key: str) -> object:
-    """Return the result of a target. Raise ConfigError if a function returned an object of another class."""
+    """Return the result of a target after checking its class.
+
+    Args:
+        made: Result of the target.
+        target: Class or function. Instances of a class are not checked.
+        name: Dotted name of the target.
+        key: Dotted key of the node.
+
+    Raises:
+        ConfigError: A function returned an object of a class that is not allowed at the key.
+    """
     if inspect.isclass(target):
         return made
     wanted = returned_classes(key)
-    # Tuples, texts and dicts have a length and items, but are no data sets.
+    # Tuples, texts and dicts have a length and items like a data set, and are refused explicitly.
     other: tuple[type, ...] = (tuple, str) if MODULE in wanted else (tuple, str, nn.Module)
     other += () if wanted == SPLITS else (dict,)
     kind = f"{type(made).__module__}.{type(made).__qualname__}"
@@ -164,9 +188,13 @@ def _check_result(made: object, target: object, name: str, *, key: str) -> objec
 
 
 def _for_torch(target: Callable[..., object], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with tensors and dtypes where the target's annotations have these types.
+    """Convert arguments to tensors and dtypes if the target's parameters are annotated with these types.
 
-    Without an annotation, as for `dtype` of torch's layers, the full name of a dtype becomes the dtype.
+    If a parameter has no annotation, as `dtype` of torch's layers, a text such as `torch.float16` becomes the dtype.
+
+    Args:
+        target: Class or function to call.
+        arguments: Arguments by parameter.
     """
     if not any(isinstance(value, str | list | int | float) for value in arguments.values()):
         return arguments
@@ -182,7 +210,7 @@ def _as_annotated(value: object, annotation: object, target: Callable[..., objec
         return dtype if isinstance(dtype, torch.dtype) else value
     is_number = isinstance(value, int | float) and not {bool, int, float} & set(kinds)
     if Tensor in kinds and (is_number or isinstance(value, list)) and is_array(value):
-        # torch's losses take only floating-point weights.
+        # A list of integers becomes a floating-point tensor, because torch's losses require floating-point weights.
         is_torchs = str(target.__module__).startswith("torch.")
         return torch.tensor(value, dtype=torch.get_default_dtype() if is_torchs else None)
     return value
@@ -198,27 +226,29 @@ def _with_secrets(text: str, *, key: str) -> str:
 
 
 def _add_key(error: ErrorDetails, key: str) -> ErrorDetails:
-    """Return the error with the key of the node before the name of the constructor's parameter."""
+    """Return an error with the key of the node added before the parameter's name, if its key lacks it."""
     inside = error.key == key or error.key.startswith(f"{key.split('.')[0]}.")
     return error if inside else dataclasses.replace(error, key=f"{key}.{error.key}")
 
 
 @secrets_kept()
 def plain_config(config: DictConfig) -> dict[str, Any]:
-    """Return the config as plain dicts and lists with all interpolations resolved, except those of secrets."""
+    """Return a config as plain dicts and lists. Interpolations are resolved, except those of secrets."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
 def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
-    """Return the data set with its splits. Samples are read later, by the loaders.
+    """Build the data of a run with its splits. The loaders read the samples later.
 
-    A resumed run takes values that were fitted to the training split from its checkpoint.
+    A resumed run reads the values that were fitted to the training split, such as mean and deviation, from its
+    checkpoint.
 
     Args:
+        settings: Settings of the run.
         keeps_raw: See Data.
     """
     ignored = set(_whole_numbers("ignore_index", [settings.objective, settings.metrics]))
-    # exp's losses ignore a label only if ignore_index is set. Others, such as torch's, ignore it by default.
+    # exp's losses ignore a label only if ignore_index is set. Other losses, such as torch's, ignore IGNORED by default.
     losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
     if not all(name.startswith("exp.objectives.") for name in losses):
         ignored.add(IGNORED)
@@ -230,7 +260,7 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
         "keeps_doubles": settings.precision.word == "fp64",
         "keeps_raw": keeps_raw,
     }
-    # The data builds them after its splits.
+    # Passed as partials, because the data set builds its samplers after its splits.
     partial = {
         name: {**settings.data[name], "_partial_": True}
         for name in BUILT_BY_DATA
@@ -250,7 +280,7 @@ def _read_fitted(resume: object) -> Plain | None:
 
 
 def _whole_numbers(key: str, node: object) -> Iterator[int]:
-    """Yield the integers at a key, at any depth."""
+    """Yield the integers at each key with a given name, at any depth of nested dicts and lists."""
     if isinstance(node, Mapping):
         yield from (value for name, value in node.items() if name == key and isinstance(value, int))
     if isinstance(node, Mapping | list):
@@ -259,7 +289,13 @@ def _whole_numbers(key: str, node: object) -> Iterator[int]:
 
 
 def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
-    """Return the seeded model, with lazy layers sized by the data. device: "meta" builds it without memory."""
+    """Build the model with weights initialized from the run's seed. Lazy layers get their sizes from the data.
+
+    Args:
+        settings: Settings of the run.
+        spec: Shapes and dtypes of the data.
+        device: Device of the weights. "meta" builds the model without allocating memory.
+    """
     network = build_unsized_network(settings, device=device)
     with torch.device(device):
         materialise(network, example_inputs(spec, device=device))
@@ -269,20 +305,22 @@ def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") ->
 
 
 def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
-    """Return the user's LightningModule, seeded like a model.
+    """Build the user's LightningModule with weights initialized from the run's seed.
 
-    The lazy layers of an exp network in it, such as `net: ${model}`, are sized by exp's data.
+    If the module contains a network of exp, such as `net: ${model}`, the network's lazy layers get their sizes from the
+    data.
 
     Args:
-        device: "meta" builds it without memory.
+        settings: Settings of the run.
+        device: Device of the weights. "meta" builds the module without allocating memory.
 
     Raises:
-        ConfigError: Its constructor rejects its values.
+        ConfigError: The constructor rejects its arguments.
     """
     initialisation(settings.seed)
     with torch.device(device):
         with warnings.catch_warnings():
-            # A warning of save_hyperparameters() that does not apply: exp's checkpoints leave layers out.
+            # save_hyperparameters() warns about saving layers twice. exp's checkpoints leave the second copy out.
             warnings.filterwarnings("ignore", "Attribute '.+' is an instance of `nn.Module` and is already saved")
             module: LightningModule = _build(settings, settings.module, "module")
         if "_modules" not in vars(module):
@@ -295,20 +333,26 @@ def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
 
 
 def build_data_module(settings: Settings) -> LightningDataModule:
-    """Return the user's LightningDataModule. Raise ConfigError if its constructor rejects its values."""
+    """Build the user's LightningDataModule.
+
+    Raises:
+        ConfigError: The constructor rejects its arguments.
+    """
     data: LightningDataModule = _build(settings, settings.data, "data")
     return data
 
 
 def prepare(network: nn.Module, settings: Settings) -> None:
-    """Initialize, adapt and freeze a network. A network with unknown shapes is only frozen.
+    """Initialize the weights of a network, add LoRA layers and freeze parameters, as far as the settings ask for it.
+
+    If a lazy layer does not have its shape yet, parameters are only frozen. Networks with LoRA layers are not changed.
 
     Raises:
-        ConfigError: A pattern matches nothing.
+        ConfigError: A pattern matches no parameter or layer.
     """
     is_sized, lora = not any(map(is_lazy, network.parameters())), settings.lora
     if is_adapted(network):
-        return  # nothing is left to do
+        return
     if is_sized:
         initialise(network, settings.initialisation)
     if not lora.layers:
@@ -318,12 +362,16 @@ def prepare(network: nn.Module, settings: Settings) -> None:
 
 
 def build_freezing(network: nn.Module, settings: Settings) -> Freezing:
-    """Return the frozen parts of the network, and the epochs of their unfreezing."""
+    """Return the parameters of a network that `freeze` selects, with the epochs at which they are unfrozen."""
     return find_frozen(network, **vars(settings.freeze))
 
 
 def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
-    """Return the model with the weights of `weights.from`, if set. Raise RunError if they cannot be read."""
+    """Build the model and, if `weights.from` is set, load its weights from that file.
+
+    Raises:
+        RunError: The weights cannot be read.
+    """
     network, node = build_network(settings, spec), settings.weights
     if node.from_ is not None:
         weights = read_weights(Path(node.from_), averaged=node.averaged)
@@ -332,7 +380,12 @@ def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
 
 
 def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Module:
-    """Return the seeded model. Lazy layers get their sizes in the first forward."""
+    """Build the model with weights initialized from the run's seed. Lazy layers get their sizes in the first forward.
+
+    Args:
+        settings: Settings of the run.
+        device: Device of the weights. "meta" builds the model without allocating memory.
+    """
     initialisation(settings.seed)
     with torch.device(device):
         network: nn.Module = _build(settings, settings.model, "model")
@@ -340,14 +393,23 @@ def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Modu
 
 
 def build_objective(settings: Settings) -> Objective:
-    """Return the weighted sum of the named terms. A loss without a term has the weight 1."""
+    """Build the objective of a run: the weighted sum of the terms in the group `objective`.
+
+    A torch loss in the group becomes a term with the weight 1.
+    """
     return Objective(terms=build_entries(settings, "objective"))
 
 
 def build_optimization(
     settings: Settings, *, optimizer: str = "optimizer", scheduler: str = "scheduler"
 ) -> Optimization:
-    """Return the optimizer and schedule. optimizer, scheduler: Dotted keys of their nodes."""
+    """Build the factories of the optimizer and of the learning rate schedule.
+
+    Args:
+        settings: Settings of the run.
+        optimizer: Dotted key of the optimizer's node.
+        scheduler: Dotted key of the schedule's node.
+    """
     factories: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key in (optimizer, scheduler):
@@ -369,19 +431,22 @@ def _build(settings: Settings, node: object, key: str, **offers: object) -> Any:
 
 
 def _split_reserved(node: Plain, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of a node that exp reads, and those of its target."""
+    """Split a node into the values that exp reads and the values that the target gets."""
     own = {name: node[name] for name in slot_of(key).reserved if name in node}
     return own, {name: value for name, value in node.items() if name not in own}
 
 
 def _as_partial(node: Plain) -> dict[str, Any]:
-    """Return a node, and those of its `schedulers`, as partials: they need the optimizer."""
+    """Return a node with `_partial_: true`, also in the nodes of its list `schedulers`.
+
+    The objects are built later, because a schedule needs the optimizer, and the optimizer needs the parameters.
+    """
     parts = {"schedulers": list(map(_as_partial, node["schedulers"]))} if "schedulers" in node else {}
     return {**node, **parts, "_partial_": True}
 
 
 def build_phases(settings: Settings) -> list[Phase]:
-    """Return the phases in order. A phase without an optimizer or schedule uses the run's."""
+    """Build the phases of a run, in order. A phase without optimizer or schedule uses those of the run."""
     phases = []
     for name, entry in settings.phases.items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
@@ -401,13 +466,27 @@ def build_phases(settings: Settings) -> list[Phase]:
 
 
 def build_entries(settings: Settings, group: str, **offers: object) -> dict[str, Any]:
-    """Return the objects of a group of named entries, such as hooks."""
+    """Build the objects of a group with named entries, such as `hooks`.
+
+    Args:
+        settings: Settings of the run.
+        group: Name of the group.
+        **offers: Additional arguments by parameter, as in `construct`.
+    """
     entries: Plain = getattr(settings, group)
     return {name: _build(settings, node, f"{group}.{name}", **offers) for name, node in entries.items()}
 
 
 def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
-    """Return the loggers of a run by name, except loggers that cannot be created. directory: Run directory."""
+    """Build the loggers of a run. Loggers that cannot be created are left out.
+
+    Args:
+        settings: Settings of the run.
+        directory: Run directory.
+
+    Returns:
+        Loggers by name.
+    """
     offers = {"directory": str(directory), "save_dir": str(directory)}
     found: dict[str, Logger] = {}
     for name, node in settings.logger.items():
@@ -419,7 +498,11 @@ def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
 
 
 def build_measures(settings: Settings) -> dict[str, Measure]:
-    """Return the metrics by name, with the values that they compare. Raise ConfigError."""
+    """Build the metrics of a run by name. A Measure combines a metric with the names of the values it compares.
+
+    Raises:
+        ConfigError: A constructor rejects its arguments.
+    """
     found = {}
     for name, node in settings.metrics.items():
         key = f"metrics.{name}"
@@ -433,7 +516,12 @@ def build_measures(settings: Settings) -> dict[str, Measure]:
 
 
 def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision:
-    """Return the precision plug-in with its loss scale and runtime.matmul."""
+    """Build Lightning's precision plug-in from the nodes `precision` and `runtime`.
+
+    Args:
+        settings: Settings of the run.
+        device_type: "cpu", "cuda" or "mps".
+    """
     precision, runtime = settings.precision, settings.runtime
     return build_precision(
         precision.word,
@@ -446,10 +534,10 @@ def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision
 
 
 def build_strategy(settings: Settings) -> Strategy | LightningStrategy:
-    """Return the strategy. Nothing is placed and no process is started."""
+    """Build the strategy of a run. No process is started, and no model is moved to a device."""
     node = settings.strategy
     if not issubclass(resolve(node["_target_"], allow=settings.security.allow), Strategy):
-        # The name is the word in the report. Lightning's classes have no such parameter.
+        # `name` is only for the report. Lightning's strategies do not have this parameter.
         node = {key: value for key, value in node.items() if key != "name"}
     strategy: Strategy | LightningStrategy = _build(settings, node, "strategy")
     return strategy

@@ -1,4 +1,4 @@
-"""Errors that users can cause. Each has the value, the expected value and the fix."""
+"""Errors that users can cause. Messages contain the wrong value, the expected value and a fix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from exp.spelling import among, did_you_mean, show
 refuse_a_foreign_init()
 
 INTERRUPTED_BY_KEY = 130
-# The source of an error in the words of a command.
+# The source of an error on the command line.
 COMMAND_LINE = "command line"
-# A partial is invariant in the type of its result.
+# Any, because functools.partial is invariant in the type of its result.
 Call = functools.partial[Any]
 LIBRARIES = ("torch", "torchmetrics", "lightning", "exp")
 # Exceptions that constructors raise for invalid values.
@@ -36,13 +36,13 @@ class ErrorDetails:
 
     Attributes:
         key: Dotted config key.
-        got: The value, or what is wrong with it.
-        expected: Noun phrase.
-        fix: The fix. None: unknown.
-        source: The file with its line, or the command line.
-        origins: Keys that give the source instead of `key`; the first one that is set counts.
-        at: Line and column, from 1, in the forward program at `key`. None: they are part of the source.
-        subject: The column or other object of the error, if a key may have one error for each of several.
+        got: The wrong value, or a description of the problem.
+        expected: Expected value, as a noun phrase.
+        fix: Sentence that states the fix. None: the fix is unknown.
+        source: File and line that set the value, or the command line.
+        origins: Other keys whose source is reported instead of the source of `key`. The first key that is set is used.
+        at: Line and column, from 1, in the forward program at `key`. None: the error is not in a forward program.
+        subject: Name that distinguishes several errors of one key, such as a column of the data.
     """
 
     key: str
@@ -72,15 +72,15 @@ def invalid_value(
     because: str = "",
     source: str | None = None,
 ) -> ErrorDetails:
-    """Return the error of a value that is not what is expected: `KEY: VALUE, BECAUSE; expected EXPECTED. FIX`.
+    """Return an error about an invalid value: `KEY: VALUE, BECAUSE; expected EXPECTED. FIX`.
 
     Args:
         key: Dotted config key.
-        value: The value, shown as in YAML.
-        expected: Noun phrase.
-        fix: The fix. Default: none.
-        because: What makes the value invalid, such as "and the data has 3 classes". Default: nothing.
-        source: As in ErrorDetails.
+        value: Invalid value. The message shows it as in YAML.
+        expected: Expected value, as a noun phrase.
+        fix: Sentence that states the fix. Default: none.
+        because: Reason why the value is invalid, such as "and the data has 3 classes". Default: none.
+        source: See ErrorDetails.
     """
     return ErrorDetails(key, f"{show(value)}, {because}" if because else show(value), expected, fix, source=source)
 
@@ -94,23 +94,28 @@ def unknown_word(
     fix: str | None = None,
     source: str | None = None,
 ) -> ErrorDetails:
-    """Return the error of a word that is not one of the known words, with the closest one as the default fix.
+    """Return an error about a word that is not one of the known words.
 
     Args:
-        got: Text about the word. Default: the word.
+        key: Dotted config key.
+        word: Unknown word.
+        known: Known words.
+        got: Description of the problem. Default: the word.
+        fix: Sentence that states the fix. Default: a proposal of the most similar known word.
+        source: See ErrorDetails.
     """
     words, got = list(known), word if got is None else got
     return ErrorDetails(key, got, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
 
 
 def unknown_key(key: str, known: Iterable[str], *, holder: str, fix: str | None = None) -> ErrorDetails:
-    """Return the error of a key that its holder does not have, with the closest key as the default fix.
+    """Return an error about a key that does not exist.
 
     Args:
-        key: Dotted config key, whose last part is unknown.
-        known: Keys that the holder has.
-        holder: What the keys belong to, such as "a phase".
-        fix: The fix. Default: the closest known key.
+        key: Dotted config key. Its last name is unknown.
+        known: Existing keys of the same node.
+        holder: Noun phrase for the node, such as "a phase".
+        fix: Sentence that states the fix. Default: a proposal of the most similar existing key.
     """
     words, name = list(known), key.rpartition(".")[2]
     expected = f"one of {among(words, word=name, count=10)}"
@@ -120,14 +125,14 @@ def unknown_key(key: str, known: Iterable[str], *, holder: str, fix: str | None 
 def not_supported_with(
     key: str, value: object, other: str, expected: str = "another value", fix: str | None = None
 ) -> ErrorDetails:
-    """Return the error of a value that another setting excludes: `KEY: VALUE with OTHER; expected EXPECTED. FIX`.
+    """Return an error about a value that conflicts with a second setting: `KEY: VALUE with OTHER; expected EXPECTED`.
 
     Args:
         key: Dotted config key.
-        value: The value; a text is shown without quotes.
-        other: The other setting, such as "strategy=ddp".
-        expected: Noun phrase, with the reason after a colon.
-        fix: The fix. Default: none.
+        value: Value of the key. The message shows a text without quotes.
+        other: Second setting, such as "strategy=ddp".
+        expected: Expected value as a noun phrase, with the reason after a colon.
+        fix: Sentence that states the fix. Default: none.
     """
     shown = value if isinstance(value, str) else show(value)
     return ErrorDetails(key, f"{shown} with {other}", expected, fix)
@@ -136,26 +141,40 @@ def not_supported_with(
 def unsuitable(
     key: str, name: object, because: str, expected: str, fix: str | None = None, *, origins: tuple[str, ...] = ()
 ) -> ErrorDetails:
-    """Return the error of something with a property that excludes it: `KEY: NAME, BECAUSE; expected EXPECTED. FIX`.
+    """Return an error about a class, layer, file or value that cannot be used: `KEY: NAME, BECAUSE; expected EXPECTED`.
 
     Args:
         key: Dotted config key.
-        name: A class, a layer, a file or a value, shown without quotes.
-        because: The property, such as "which has no forward".
-        expected: Noun phrase.
-        fix: The fix. Default: none.
-        origins: As in ErrorDetails.
+        name: Name of the class, layer, file or value. The message shows it without quotes.
+        because: Reason why it cannot be used, such as "which has no forward".
+        expected: Expected value, as a noun phrase.
+        fix: Sentence that states the fix. Default: none.
+        origins: See ErrorDetails.
     """
     return ErrorDetails(key, f"{name}, {because}", expected, fix, origins=origins)
 
 
 def missing_value(key: str, expected: str, fix: str | None = None, *, got: str = "null") -> ErrorDetails:
-    """Return the error of a key without a value. got: `null`, or `nothing` for a key that is absent."""
+    """Return an error about a key without a value.
+
+    Args:
+        key: Dotted config key.
+        expected: Expected value, as a noun phrase.
+        fix: Sentence that states the fix. Default: none.
+        got: "null" for a key with the value null, "nothing" for a key that does not exist.
+    """
     return ErrorDetails(key, got, expected, fix)
 
 
 def not_installed(key: str, package: str, install: str, *, feature: str) -> ErrorDetails:
-    """Return the error of a feature whose package is not installed. install: Argument of pip install."""
+    """Return an error about a feature that needs a package that is not installed.
+
+    Args:
+        key: Dotted config key.
+        package: Name of the package.
+        install: Argument of `pip install`.
+        feature: Name of the feature, for the message.
+    """
     return ErrorDetails(key, f"{feature}, without the package {package}", "it installed", f"pip install {install}")
 
 
@@ -167,15 +186,17 @@ def constructor_error(
     got: str,
     make: Call | None = None,
 ) -> ErrorDetails:
-    """Return the error of an exception that a constructor raised.
+    """Return the config error for an exception that a constructor raised.
 
-    A message `NAME is VALUE; expected NOUN PHRASE` becomes an error at the key of that parameter.
+    If the message is `NAME is VALUE; expected NOUN PHRASE`, the error is reported at the key of the parameter NAME.
 
     Args:
-        key: Config key of the constructor's node.
-        known: Names of the parameters.
-        got: Value to report for other messages.
-        make: The call, to find the parameter that a library's class rejects.
+        error: Exception of the constructor.
+        key: Dotted key of the constructor's node.
+        known: Names of the parameters in the node.
+        got: Description of the problem, which is used if the message has another form.
+        make: Call of the constructor. Classes of libraries are called again with other values, to find the parameter
+            that causes the exception. None: the parameter is not searched for.
     """
     got, message = shorten(got), message_of(error)
     words, is_worded, expected = message.partition("; expected ")
@@ -204,7 +225,12 @@ def shorten(message: str, *, most: int = 400) -> str:
 
 
 def _divisor_fix(make: Call, name: str) -> str | None:
-    """Return the fix with the nearest number that a call accepts instead of one that is not a divisor."""
+    """Return a fix with the nearest integer that a call accepts; None if no integer is accepted.
+
+    Args:
+        make: Call that fails because the value of a parameter does not divide another number.
+        name: Name of the parameter.
+    """
     value = make.keywords[name]
     if not isinstance(value, int) or isinstance(value, bool):
         return None
@@ -220,12 +246,15 @@ def _divisor_fix(make: Call, name: str) -> str | None:
 def find_rejected_parameter(
     call: Callable[..., object], given: Call, *, accepts: Callable[[object], bool] = lambda _: True
 ) -> str | None:
-    """Return the first parameter with which a call fails and without which, or with another value, it succeeds.
+    """Return the parameter that makes a call fail; None if no single parameter is found.
+
+    Parameters are tested one by one: the call is repeated with the default or a small number as the parameter's value.
+    The first parameter for which the repeated call succeeds is returned.
 
     Args:
-        call: Called with one changed value by name.
-        given: The function with all its values.
-        accepts: Returns whether a result is a success.
+        call: Function to call with one changed argument by name.
+        given: Function with all its arguments.
+        accepts: Function that returns whether the result of `call` is a success. Default: any result.
     """
     call = functools.partial(call, *given.args, **given.keywords) if call is given.func else call
     parameters = inspect.signature(given.func).parameters
@@ -243,7 +272,10 @@ def find_rejected_parameter(
 
 
 def _find_named(message: str, names: Collection[str]) -> str | None:
-    """Return the one parameter that a message names, or the only parameter."""
+    """Return the parameter that a message names.
+
+    If the message names no parameter and there is only one, return that one. If several are possible, return None.
+    """
     named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", message)] or list(names)
     return named[0] if len(named) == 1 else None
 
@@ -254,7 +286,7 @@ class ExpError(Exception):
     exit_status = 1
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By default an exception is unpickled with its message, which is no argument of these classes.
+        # By default, an exception is unpickled by calling its class with the message, which these classes do not take.
         return _unpickle, (type(self), self.args, vars(self))
 
 
@@ -265,7 +297,12 @@ def _unpickle(kind: type[ExpError], arguments: tuple[object, ...], state: dict[s
 
 
 class ConfigError(ExpError):
-    """Errors in a config. Nothing was built or written."""
+    """One or more errors in a config. Nothing was built or written.
+
+    Args:
+        errors: Errors of the config.
+        note: Last line of the message. Default: none.
+    """
 
     exit_status = 2
 
@@ -285,23 +322,34 @@ def config_error(
     source: str | None = None,
     subject: str = "",
 ) -> ConfigError:
-    """Return a ConfigError with one error. The arguments are those of ErrorDetails."""
+    """Return a ConfigError with a single error. The arguments are those of ErrorDetails."""
     return ConfigError([ErrorDetails(key, got, expected, fix, source=source, subject=subject)])
 
 
 def command_line_error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
-    """Return an error in the words of a command."""
+    """Return an error about the command line. The arguments are those of ErrorDetails."""
     return ErrorDetails(key, got, expected, fix, source=COMMAND_LINE)
 
 
 def raise_errors(errors: Iterable[ErrorDetails], *, note: str | None = None) -> None:
-    """Raise ConfigError if there are errors. note: Line after them."""
+    """Raise ConfigError if the iterable contains errors.
+
+    Args:
+        errors: Errors of the config.
+        note: Last line of the message. Default: none.
+    """
     if found := tuple(errors):
         raise ConfigError(found, note=note)
 
 
 class MissingExtraError(ExpError):
-    """A feature whose package is not installed."""
+    """Raised if the package that a feature needs is not installed.
+
+    Args:
+        feature: Name of the feature, for the message.
+        package: Name of the package.
+        extra: Extra of exp-framework that installs the package.
+    """
 
     exit_status = 2
 
@@ -313,27 +361,31 @@ class MissingExtraError(ExpError):
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed. A folder of its name, such as W&B's `wandb`, does not count."""
+    """Return whether a package is installed.
+
+    A folder with the package's name in the working directory, such as the `wandb` of W&B, is not counted as a package.
+    """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 class RunError(ExpError):
-    """The failure of a run that started, with a cause that users can fix."""
+    """Raised if a run fails after it has started, for a cause that users can fix."""
 
 
 class NonFiniteError(RunError):
-    """A loss, gradient or weight that is not finite and ends the run."""
+    """Raised if a loss, gradient or weight is not finite, which ends the run."""
 
 
 class UserCodeError(RunError):
-    """An exception in the user's code, or in a library that got a value from it.
+    """Raised for an exception in the user's code, or in a library that received a value from the user's code.
 
     Attributes:
-        what: The action that failed, such as `reading sample 40 of train`.
-        cause: The exception in one line.
-        frames: Frames of the user's code in the traceback, as Python prints them. Text, because workers send it.
-        command: Command that resumes the run. None: unknown, or nothing was saved.
+        what: Action that failed, such as `reading sample 40 of train`.
+        cause: Type and message of the exception, in one line.
+        frames: Frames of the user's code in the traceback, as Python prints them. It is a text, so that the workers of
+            a loader can send it.
+        command: Command that resumes the run. None: the command is unknown, or no checkpoint was saved.
     """
 
     def __init__(self, *, what: str, cause: str, frames: str) -> None:
@@ -343,12 +395,17 @@ class UserCodeError(RunError):
 
     @property
     def kind(self) -> str:
-        """The name of the exception's type."""
+        """Name of the type of the user's exception."""
         return self.cause.partition(":")[0]
 
     @classmethod
     def of(cls, error: BaseException, *, what: str) -> UserCodeError:
-        """Return the error for an exception, with its current traceback."""
+        """Return the error for an exception that was caught.
+
+        Args:
+            error: Caught exception, with its traceback.
+            what: Action that failed.
+        """
         return cls(what=what, cause=one_line(error), frames=user_frames(error))
 
     def __str__(self) -> str:
@@ -358,12 +415,14 @@ class UserCodeError(RunError):
 
 
 def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
-    """Yield an exception and its causes, each once.
+    """Yield an exception, its cause, the cause of the cause, and so on.
 
-    A chain may be circular: with OC_CAUSE=1, or under a debugger, OmegaConf raises exceptions that are their own cause.
+    The chain ends at an exception that was yielded before. With OC_CAUSE=1, or under a debugger, OmegaConf raises
+    exceptions that are their own cause.
 
     Args:
-        explicit: Leave out exceptions during whose handling another one was raised.
+        error: First exception.
+        explicit: Follow only `raise ... from ...` (`__cause__`). By default, `__context__` is followed as well.
     """
     seen: list[BaseException] = []
     current: BaseException | None = error
@@ -379,7 +438,10 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the first line of an exception's message; for an OSError the system's words and the path."""
+    """Return a one-line description of an exception.
+
+    For an OSError, it is the system's message and the path. For other exceptions, it is the first line of the message.
+    """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return _first_line(error) or type(error).__name__
@@ -398,31 +460,40 @@ def _first_line(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> str:
-    """Return the frames of the user's code in an exception's traceback, without those of exp, Python and packages."""
+    """Return the frames of the user's code in the traceback of an exception, as Python prints them.
+
+    Frames of exp, Python and installed packages are left out.
+    """
     if isinstance(error.__cause__, StopIteration):
-        error = error.__cause__  # Python's "generator raised StopIteration" does not show where
+        error = error.__cause__  # the traceback of "generator raised StopIteration" lacks the line of the cause
     frames = traceback.extract_tb(error.__traceback__)
     return "".join(traceback.format_list([frame for frame in frames if is_user_code(frame.filename)])).rstrip()
 
 
 def user_location(error: BaseException) -> str:
-    """Return where the user's code raised an exception, such as ` (nets.py, line 12)`; empty for other code."""
+    """Return the file and line of the user's code that raised an exception, such as ` (nets.py, line 12)`.
+
+    Return "" if the traceback contains no code of the user.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     files = [frame for frame in frames if os.path.isfile(frame.filename)]
     return f" ({os.path.basename(files[-1].filename)}, line {files[-1].lineno})" if files else ""
 
 
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code that exp called, or else the innermost frame."""
+    """Return the innermost frame of the user's code below a frame of exp.
+
+    If there is no such frame, return the innermost frame of the stack.
+    """
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
     return ([frame for frame in called if is_user_code(frame.filename)] or stack)[-1]
 
 
 def is_user_code(file: str) -> bool:
-    """Return whether a file is the user's: not of exp, Python or an installed package."""
+    """Return whether a file contains code of the user, not of exp, Python or an installed package."""
     if {"site-packages", "dist-packages"} & set(file.split(os.sep)) or file.startswith(_FOREIGN):
         return False
-    return os.path.isfile(file) or file in linecache.cache  # a forward program is no file
+    return os.path.isfile(file) or file in linecache.cache  # a forward program is only in linecache
 
 
 # sys.prefix is not used, because users may work in a folder below it.
@@ -430,10 +501,13 @@ _FOREIGN = (os.path.join(os.path.dirname(__file__), ""), os.path.join(sysconfig.
 
 
 class RankError(RunError):
-    """A rank that died. The message is that of this rank, not a neighbor's "connection closed".
+    """Raised if a rank fails. The error describes the rank that failed first, not the ranks that lost the connection.
 
     Attributes:
-        command: Command that resumes the run. None: unknown, or nothing was saved.
+        rank: Global rank that failed.
+        reason: Reason in one line, as the end of a sentence about the rank.
+        detail: Traceback, stack or end of a log. Default: none.
+        command: Command that resumes the run. None: the command is unknown, or no checkpoint was saved.
     """
 
     def __init__(self, *, rank: int, reason: str, detail: str = "") -> None:
@@ -446,11 +520,13 @@ class RankError(RunError):
 
 
 class Interrupted(ExpError):
-    """A signal that ended the run at a clean point, with its state saved.
+    """Raised if a signal ends the run after the current step, with the state saved if possible.
 
     Attributes:
-        command: Command that resumes the run. None: unknown.
-        detail: Ranks that did not exit, and where they hang.
+        signum: Number of the signal.
+        checkpoint: Path of the saved checkpoint. None: no state was saved.
+        detail: Text about ranks that did not exit in time. Default: none.
+        command: Command that resumes the run. None: the command is unknown.
     """
 
     def __init__(self, *, signum: int, checkpoint: str | None, detail: str = "") -> None:

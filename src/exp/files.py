@@ -1,4 +1,7 @@
-"""Atomic writes: readers find the old file or the new file, even after a kill."""
+"""Atomic writes and locks of files.
+
+After an atomic write, a file has either the complete old content or the complete new content, even after a kill.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,21 @@ from typing import BinaryIO
 
 from exp.redaction import redact
 
-# Names of unfinished files next to their targets, and those of checkpoints of earlier versions.
+# Names of unfinished files, including those that earlier versions of exp used for checkpoints.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 PROBE_SECONDS = 0.1
 
 
 def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) -> None:
-    """Replace the content of a file by bytes, or by text as UTF-8. Secrets in a text are replaced by their names.
+    """Write a file atomically. An existing file is replaced.
 
     Args:
+        path: File to write.
+        content: Bytes, or a text to encode as UTF-8. In a text, secrets are replaced by their names.
         is_synced: See `open_atomic`.
 
     Raises:
-        OSError: With the path.
+        OSError: The file cannot be written. The error contains its path.
     """
     with open_atomic(path, is_synced=is_synced) as file:
         file.write(redact(content).encode() if isinstance(content, str) else content)
@@ -35,13 +40,17 @@ def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) ->
 
 @contextlib.contextmanager
 def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """Open a binary file that replaces `path` at the end of the context, or is removed after an exception.
+    """Open a temporary binary file that replaces `path` at the end of the context.
+
+    If an exception is raised in the context, the temporary file is removed, and `path` is not changed.
 
     Args:
-        is_synced: Sync the file to disk, so that it survives a crash of the machine and not only of the process.
+        path: File to write.
+        is_synced: Sync the file to disk, so that its content survives a crash of the machine. Otherwise it only
+            survives a crash of the process.
 
     Raises:
-        OSError: With the path.
+        OSError: The file cannot be written. The error contains `path`.
     """
     partial = partial_path(path)
     try:
@@ -50,7 +59,7 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
-            # Before the file is closed, which releases its lock.
+            # Renamed before the file is closed, because closing releases the lock.
             partial.replace(path)
         if is_synced:
             sync_directory(path.parent)
@@ -58,30 +67,34 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError) and error.errno is not None:
-            # The error of a write has no path, and users do not know the partial file.
+            # The error of a write has no path, and users should not see the path of the temporary file.
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
 
 
 def is_valid_path(text: str) -> bool:
-    """Return whether a text can be a path with a suffix. Otherwise file systems raise OSError."""
+    """Return whether a path is short enough for file systems, also after exp appends a suffix to its name."""
     return len(text) < 2000 and all(len(part.encode(errors="replace")) <= 250 for part in text.split("/"))
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path of an unfinished file, in the same directory: a rename between file systems is a copy."""
-    # Several processes and threads may write the file at once.
+    """Return the path of the temporary file that will replace a file.
+
+    It is in the same directory, because a rename to another file system would copy the file.
+    """
+    # The name contains process and thread, because several of them may write the same file at once.
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
 def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
-    """Remove unfinished files of killed programs in a directory, except files that are being written.
+    """Remove the temporary files that killed programs left in a directory. Files that are being written are kept.
 
     Args:
-        levels: Levels of subdirectories. Never the whole tree: a run directory may contain other data.
+        directory: Directory to search.
+        levels: Levels of subdirectories to search. It is limited, because a run directory may contain other data.
     """
     for path in (path for level in range(levels + 1) for path in directory.glob("*/" * level + ".*.partial")):
-        # Nothing depends on the removal: the file may be gone, or belong to another user.
+        # Errors are ignored, because the file may be removed already or belong to another user.
         with contextlib.suppress(OSError):
             if PARTIAL.fullmatch(path.name) and not path.is_symlink():
                 with path.open("rb") as file:
@@ -90,10 +103,14 @@ def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
 
 
 def lock(file: BinaryIO, *, wait: bool = True) -> bool:
-    """Lock a file until it is closed or its process ends. Return False if it is locked or cannot be locked.
+    """Lock an open file. The lock ends when the file is closed or the process ends.
 
     Args:
-        wait: Wait for another process that holds the lock.
+        file: Open file.
+        wait: Wait until another process releases its lock.
+
+    Returns:
+        True if this process has the lock. False if another process has it, or the file system supports no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -104,15 +121,16 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Lock an existing file or directory during the context, if the file system supports it.
+    """Lock an existing file or directory during the context, if the file system supports locks.
 
-    Child processes do not hold the lock.
+    Forked child processes do not keep the lock.
 
     Args:
-        alone: Raise an error if another program holds the lock; otherwise continue without it.
+        path: File or directory.
+        alone: Raise an error if another program has the lock. By default, the context is entered without the lock.
 
     Raises:
-        BlockingIOError: Another program holds the lock.
+        BlockingIOError: `alone` is true, and another program has the lock.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -127,7 +145,7 @@ def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def close_in_forks(file: BinaryIO) -> Iterator[None]:
-    """Close a file in processes that other threads fork during the context, which would keep its lock."""
+    """Close a file in each process that is forked during the context, because the child would keep the file's lock."""
     descriptor = file.fileno()
     _held_here.add(descriptor)
     try:
@@ -137,7 +155,10 @@ def close_in_forks(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_held_elsewhere(descriptor: int) -> bool:
-    """Return whether another program holds the lock. If not, take it, if possible."""
+    """Try to lock a file for at most PROBE_SECONDS. Return whether another program has the lock.
+
+    If the file system supports no locks, return False.
+    """
     ends = time.monotonic() + PROBE_SECONDS
     while True:
         try:
@@ -154,7 +175,7 @@ def _is_held_elsewhere(descriptor: int) -> bool:
 
 
 def _close_held() -> None:
-    """Close held files in a forked process, such as a loader's worker, which may outlive this process."""
+    """Close all locked files in a forked process, because a child such as a loader's worker may outlive its parent."""
     for descriptor in _held_here:
         os.close(descriptor)
     _held_here.clear()
@@ -165,7 +186,10 @@ os.register_at_fork(after_in_child=_close_held)
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another program has locked a file or directory; False if it is missing or cannot be locked."""
+    """Return whether another program has locked a file or directory.
+
+    Return False if the path does not exist or the file system supports no locks.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -186,7 +210,7 @@ def _open_locked(partial: Path) -> BinaryIO:
     while True:
         file = partial.open("wb")
         lock(file)
-        # remove_partial_files may have removed it before it was locked.
+        # remove_partial_files of another process may have removed the file before it was locked.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(partial.stat(), os.fstat(file.fileno())):
                 return file
@@ -194,7 +218,7 @@ def _open_locked(partial: Path) -> BinaryIO:
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the names of a directory's files to disk."""
+    """Sync a directory to disk, so that new and renamed files in it survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -203,6 +227,6 @@ def sync_directory(directory: Path) -> None:
 
 
 def natural_order(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts paths with 9 before 10."""
+    """Return a sort key for paths that compares the numbers in names by value, so that 9 comes before 10."""
     parts = re.split(r"(\d+)", str(path))
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,7 +1,8 @@
-"""An error if the distribution `exp` of the package index is installed as well.
+"""Raise an error if the unrelated distribution `exp` from PyPI is installed next to exp-framework.
 
-Both distributions install the folder `exp`. The second one overwrites `__init__.py` and `run.py` of the first, and
-uninstalling one removes files of both, so that the imported package is neither of the two.
+Both distributions install files into the folder `exp`. The distribution installed last overwrites `__init__.py` and
+`run.py` of the other one. Uninstalling one distribution also removes files of the other one. In both cases the folder
+contains a broken mixture of the two packages.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ def refuse_a_second_exp(site: str) -> None:
     """Raise ImportError if the distribution `exp` is installed in the same folder.
 
     Args:
-        site: The folder of this package, such as site-packages.
+        site: Folder that contains the package exp, such as site-packages.
     """
     try:
         names = os.listdir(site)
-    except OSError:  # an archive, or a folder that cannot be listed
+    except OSError:  # exp is imported from an archive, or the folder cannot be listed
         return
     for name in names:
         # The metadata of exp-framework is exp_framework-*.dist-info.
@@ -30,7 +31,7 @@ def refuse_a_second_exp(site: str) -> None:
 
 
 def refuse_a_foreign_init() -> None:
-    """Raise ImportError if `exp/__init__.py` is another distribution's, or was removed with it."""
+    """Raise ImportError if the distribution `exp` has overwritten or removed `exp/__init__.py`."""
     found = sys.modules["exp"]
     if "compose" not in vars(found).get("__all__", ()):
         place = found.__file__ or os.path.join(next(iter(found.__path__)), "__init__.py")

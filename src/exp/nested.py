@@ -1,4 +1,7 @@
-"""Functions on nested data such as a batch or a network's output: mappings, tuples, lists and dataclasses."""
+"""Functions for nested data, such as a batch or the output of a network.
+
+Nested data are mappings, tuples, lists and dataclasses that contain tensors and other values at any depth.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,17 @@ Nested = TypeVar("Nested")
 
 
 def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
-    """Apply a function to each tensor and keep the structure.
+    """Return nested data with each tensor replaced by the result of a function.
 
-    Classes are kept, except those of mappings that cannot be built from a dict, which become dicts. If nothing changes,
-    the data itself is returned. A torch.Size is no structure.
+    The classes of containers are kept. A mapping of a class that cannot be built from a dict becomes a dict. A
+    torch.Size is not treated as a container.
+
+    Args:
+        data: Nested data.
+        function: Function of a tensor.
+
+    Returns:
+        New nested data. If the function returns all tensors unchanged, `data` itself.
     """
     if isinstance(data, Tensor):
         return cast(Nested, function(data))
@@ -36,12 +46,17 @@ def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
 
 
 def move_tensors(data: Nested, device: torch.device) -> Nested:
-    """Move the tensors to a device. Copies from pinned memory run during the computation."""
+    """Return nested data with all tensors on a device. Copies from pinned memory are asynchronous."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def rebuild(data: Nested, parts: Sequence[object]) -> Nested:
-    """Return a mapping, list, tuple or dataclass like `data` with other values, in order."""
+    """Return a container of the same class and with the same keys as `data`, with new values.
+
+    Args:
+        data: Mapping, list, tuple or dataclass.
+        parts: New values, in the order of the old values.
+    """
     made: object
     kind: Callable[..., object] = type(data)
     if not isinstance(data, Mapping | list | tuple):
@@ -51,17 +66,17 @@ def rebuild(data: Nested, parts: Sequence[object]) -> Nested:
     elif isinstance(data, Mapping):
         made = dict(zip(data, parts, strict=True))
         if kind is not dict:
-            # A defaultdict has another first argument and becomes a dict.
+            # The first argument of a defaultdict is not a mapping. The result is then a dict.
             with contextlib.suppress(TypeError):
                 made = kind(made)
     else:
-        # The parts of a namedtuple are separate arguments.
+        # A namedtuple takes its values as separate arguments.
         made = kind(*parts) if hasattr(data, "_fields") else kind(parts)
     return cast(Nested, made)
 
 
 def tensors_in(data: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested data, in order."""
+    """Yield all tensors in nested data, in the order of the containers."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping | list | tuple):
@@ -72,10 +87,10 @@ def tensors_in(data: object) -> Iterator[Tensor]:
 
 
 def named_parts(output: object) -> Mapping[str, Any]:
-    """Return the parts of a network's output by name: by the keys of a mapping, or the fields of a dataclass.
+    """Return the values in a network's output by name.
 
-    The parts of a list, or of a tuple without names, are output_0, output_1 and so on. Parts that are None are left
-    out. A single tensor has no parts.
+    The names are the keys of a mapping, or the fields of a dataclass or namedtuple. In a list or a tuple, the names are
+    output_0, output_1 and so on. Values that are None are left out. For a single tensor, the result is empty.
     """
     if isinstance(output, Tensor):
         return {}

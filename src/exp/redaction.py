@@ -1,6 +1,7 @@
-"""Secrets from environment variables. A config has their names, and only the object that needs a secret its value.
+"""Keep secrets from environment variables out of files and messages.
 
-`${oc.env:HF_TOKEN}` is never resolved in files and messages; see docs/security.md.
+A config contains only the name of a secret, `${oc.env:HF_TOKEN}`. The interpolation is resolved only for the object
+that needs the secret, never in files and messages; see docs/security.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 INTERPOLATION = re.compile(r"\$\{oc\.env:([^${},:]+)\}")
-# Shorter values would match ordinary words.
+# The smallest lengths of a secret value that is replaced in texts. Shorter values would match ordinary words.
 MIN_REDACTED = 4
 MIN_EXPOSED = 8
 
@@ -19,21 +20,23 @@ _shown: dict[str, str] = {}
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable has the name of a secret, such as HF_TOKEN, apiKey, db-password, AWS_CREDENTIALS."""
+    """Return whether the name of a variable is that of a secret, such as HF_TOKEN, apiKey or db-password."""
     words = re.split(r"[^A-Za-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name))
     return any(word.upper().removesuffix("S").endswith(WORDS) for word in words)
 
 
 def interpolation(name: str) -> str:
-    """Return the interpolation of a variable's value."""
+    """Return the interpolation of an environment variable, `${oc.env:NAME}`."""
     return f"${{oc.env:{name}}}"
 
 
 def reveal(text: str) -> str:
-    """Return the text with the values of its secrets, and remember them for `redact`.
+    """Return a text with the interpolations of secrets replaced by their values.
+
+    The values are recorded, so that `redact` can remove them from other texts.
 
     Raises:
-        LookupError: A variable is not set in this process.
+        LookupError: The environment variable of a secret is not set in this process.
     """
 
     def value_of(found: re.Match[str]) -> str:
@@ -51,12 +54,18 @@ def reveal(text: str) -> str:
 
 
 def find_exposed(text: str) -> str | None:
-    """Return the variable of a secret whose value is in a text, for example because a shell put it there, or None."""
+    """Return the name of a secret variable if a text contains its value; None if it contains no secret.
+
+    A command line may contain the value of a secret because the shell has expanded `$HF_TOKEN`.
+    """
     return next((name for name, _ in _exposed_secrets(text)), None)
 
 
 def mask_secrets(text: str) -> str:
-    """Replace values of secrets by their names in a text that exp did not write, such as a command or a diff."""
+    """Return a text with the values of all secret environment variables replaced by their interpolations.
+
+    Use it for texts that exp did not write, such as a command or a diff.
+    """
     for name, value in sorted(_exposed_secrets(text), key=lambda found: len(found[1]), reverse=True):
         text = text.replace(value, interpolation(name))
     return text
@@ -69,17 +78,17 @@ def _exposed_secrets(text: str) -> Iterator[tuple[str, str]]:
 
 
 def has_revealed() -> bool:
-    """Return whether this process has used a secret."""
+    """Return whether `reveal` has replaced a secret by its value in this process."""
     return bool(_shown)
 
 
 def forget() -> None:
-    """Forget the secrets that this process has used."""
+    """Discard the values that `reveal` has recorded."""
     _shown.clear()
 
 
 def redact(text: str) -> str:
-    """Replace the values of secrets that this process has used by their names."""
+    """Return a text with the values that `reveal` has recorded replaced by the interpolations of the secrets."""
     for value in sorted(_shown, key=len, reverse=True):
         text = text.replace(value, _shown[value])
     return text

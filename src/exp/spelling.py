@@ -18,17 +18,21 @@ SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01, "f": 1.0}
 OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
     "**": operator.pow, "^": operator.pow, "/": operator.truediv, "*": operator.mul,
 }  # fmt: skip
-# Proposals below this likeness would mislead: "lr" is not "seed".
+# The smallest likeness of a proposal. Less similar names would mislead: "seed" is no proposal for "lr".
 LIKENESS = 0.6
 
 
 def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
-    """Return the `count` known names most like a word, best first.
+    """Return the known names that are most similar to a word, with the most similar first.
 
-    Case and the signs - and _ do not count. A word that is the beginning or a part of a name has a likeness of 0.8.
+    Case and the signs - and _ are ignored. If the word is the beginning or a part of a name, its likeness to the name
+    is at least 0.8.
 
     Args:
-        likeness: Smallest likeness, from 0 to 1 (equal).
+        word: Word as typed.
+        known: Known names.
+        count: Largest number of returned names.
+        likeness: Smallest likeness of a returned name, from 0 to 1 (equal).
     """
     ranked = sorted(((-_likeness(word, name), name) for name in dict.fromkeys(known)), key=lambda pair: pair)
     return [name for unlike, name in ranked if -unlike >= likeness][:count]
@@ -44,13 +48,19 @@ def is_typo(word: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the fix of a typo, such as `Did you mean lr?`, or None."""
+    """Return a fix with the most similar known name, such as `Did you mean lr?`; None if no name is similar."""
     found = find_nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 
 
 def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
-    """Return a list for a message: at most `count` names, those nearest to `word` first, with the total number."""
+    """Return a list of names for a message. A long list is shortened and ends with the total number of names.
+
+    Args:
+        names: Names to list.
+        word: Word as typed. In a shortened list, the most similar names come first.
+        count: Largest number of names in the list.
+    """
     names = list(dict.fromkeys(names))
     if len(names) <= count:
         return ", ".join(names) if names else "(nothing)"
@@ -60,7 +70,7 @@ def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
 
 
 def show(value: object) -> str:
-    """Return a value as in YAML, cut to 60 characters."""
+    """Return a value as text similar to YAML, shortened to 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -70,7 +80,7 @@ def show(value: object) -> str:
 
 
 def parse_number(text: str) -> str | None:
-    """Return the YAML form of a number such as `10k`, `50%`, `1/8`, `2**5` or `1 000`; None for other texts."""
+    """Return the YAML number for a text such as `10k`, `50%`, `1/8`, `2**5` or `1 000`; None for other texts."""
     plain = re.sub(r"(?<=\d)[ '](?=\d{3})", "", text.strip())
     found = NUMBER.fullmatch(plain)
     if found is None:
@@ -78,7 +88,7 @@ def parse_number(text: str) -> str | None:
     number, sign, other = float(found["number"]), found["sign"], found["other"]
     try:
         value = number * SUFFIXES[sign.lower()] if other is None else OPERATIONS[sign](number, float(other))
-    except (ArithmeticError, LookupError):  # the sign needs another number, or none
+    except (ArithmeticError, LookupError):  # the operator needs a second number, or the suffix has one too many
         return None
     if isinstance(value, complex) or not math.isfinite(value):
         return None
@@ -109,7 +119,7 @@ def _parts(name: str) -> set[str]:
 
 @functools.cache
 def habits() -> dict[str, Any]:
-    """Return the tables of habits.yaml: words of other programs, and what is written in exp instead."""
+    """Return the tables of habits.yaml, which map keys, values and flags of other frameworks to those of exp."""
     import yaml  # every command imports this module
 
     with Path(__file__).with_name("habits.yaml").open(encoding="utf-8") as file:

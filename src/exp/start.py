@@ -1,6 +1,8 @@
-"""Starts a run: checks a composed config, freezes it in a run directory, and launches its ranks.
+"""Start a run: check a composed config, freeze it in a run directory, and launch the ranks.
 
-1 compose   check.stages.compose, before this
+The stages of a run up to the launch, with the module that implements each (run.py has the later stages):
+
+1 compose   check.stages.compose, called before this module
 2 check     check.resolution, check.examination
 3 freeze    config.freeze
 4 launch    launch.launcher if the run needs several processes, else run.run
@@ -34,19 +36,20 @@ log = logging.getLogger(__name__)
 
 
 def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
-    """Check a composed config, freeze it in a run directory, and run it there, in as many processes as it needs.
+    """Check a composed config, freeze it in a run directory, and train. Processes are started as needed.
 
     Args:
-        config: The composed config.
-        begin: Puts the checkpoint that the run resumes from into its directory, and returns its path.
+        config: Composed config.
+        begin: Function that writes the checkpoint to resume from into the run directory, and returns its path. It is
+            called with the run directory. None: the run starts as the config sets.
 
     Returns:
-        The report that is also in the run directory.
+        The report, which is also written to the run directory.
 
     Raises:
         ConfigError: The config has errors. Nothing was built.
         RunError, RankError: The run failed.
-        Interrupted: A signal ended the run with its state saved.
+        Interrupted: A signal ended the run. The state is saved.
     """
     decided, directory = prepare(config)
     start = None if begin is None else begin(directory)
@@ -54,14 +57,17 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
 
 
 def resume_run(directory: Path, found: Found | None = None) -> Report:
-    """Resume an interrupted run in its directory from its newest whole checkpoint. Returns and raises as `fit`.
+    """Resume an interrupted run in its run directory, from its newest intact checkpoint.
 
     Args:
         directory: Run directory.
-        found: Result of `newest_of` for the directory. By default the checkpoints are read.
+        found: Result of `newest_of` for the directory. None: `newest_of` is called.
+
+    Returns:
+        The report, as `fit` returns it.
 
     Raises:
-        RunError: There is no such checkpoint.
+        RunError: The run does not have an intact checkpoint. The other errors are those of `fit`.
     """
     decided = plan(read_resolved(directory))
     found = newest_of(directory) if found is None else found
@@ -70,13 +76,13 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
     with run_log(directory, rank=ALONE):
         for note in (*found.notes, f"resuming from {found.path}"):
             log.warning("%s", note)
-    # The run's new end will differ from the reported one.
+    # The report of the interrupted run is removed, because it does not describe the resumed run.
     (directory / "report.json").unlink(missing_ok=True)
     return _start(directory, decided, found.path)
 
 
 def fit_job(config: DictConfig) -> Report:
-    """Run a job of a sweep, or resume it if an earlier sweep began it. Returns and raises as `fit`."""
+    """Run a job of a sweep, or resume the job if its run directory exists. Results and errors are those of `fit`."""
     directory = Path(config[COMPOSITION].directory)
     if (directory / "config.yaml").is_file():
         found = newest_of(directory)
@@ -88,12 +94,18 @@ def fit_job(config: DictConfig) -> Report:
 
 
 def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
-    """Run a frozen config in as many processes as it needs. start: Checkpoint to resume from."""
+    """Run a frozen config in this process or, if needed, in a new process for each rank.
+
+    Args:
+        directory: Run directory.
+        decided: Plan of the run.
+        start: Checkpoint to resume from. None: the run starts as the config sets.
+    """
     placement, settings = decided.placement, decided.settings
     if in_process(placement, max_restarts=settings.launch.max_restarts, step_timeout=settings.runtime.step_timeout):
         return run(directory, decided=decided, resume=start)
     threads = threads_of(settings.runtime.threads, operator=decided.operator)
-    del decided  # the ranks read the data again
+    del decided  # frees the data, which the ranks read again
     ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
@@ -106,7 +118,8 @@ def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
             allow=settings.security.allow,
         )
     except ExpError as error:
-        # A killed rank wrote no report, and the report of another rank has the wrong cause.
+        # The report is written again, because a killed rank writes none, and the report of another rank has the wrong
+        # cause.
         write_bad_end(ongoing, error, has_ranks=True)
         if settings.runtime.autoresume:
             requeue(error)
@@ -115,7 +128,11 @@ def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
 
 
 def prepare(config: DictConfig) -> tuple[Plan, Path]:
-    """Check a composed config and freeze it in a run directory. The run's log has the notes of the check.
+    """Check a composed config and freeze it in a new run directory. Notes of the check are written to train.log.
+
+    Returns:
+        The plan of the run.
+        The run directory.
 
     Raises:
         ConfigError: The config has errors. Nothing was written.

@@ -23,7 +23,9 @@ Changed = Mapping[str, tuple[Any, Any]]
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Train a fork of a run: the run's command with other values, from its state at a step. The parent is recorded.
+    """Train a fork: a new run from the state of a parent run at a step, with the parent's command and changed values.
+
+    The parent and the step are recorded in provenance.json of the fork.
 
     Returns:
         The exit status of exp.train.

@@ -32,10 +32,10 @@ FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Resume a run from its newest intact checkpoint with its own command, or verify that the resume is exact.
+    """Resume a run from its newest intact checkpoint with the run's command, or verify that resuming is exact.
 
     Returns:
-        The exit status of exp.train; with --verify 0 if all values are equal, else 1.
+        Exit status of exp.train. With --verify: 0 if all values are equal, else 1.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
     parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")

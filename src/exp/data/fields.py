@@ -120,7 +120,7 @@ class Fields:
     A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
     `target`.
 
-    Dtypes: Single numbers become a row, float32 `[F]`. Arrays keep their shape; their floating numbers and bytes become
+    Single numbers become a row, float32 `[F]`. Arrays keep their shape; their floating numbers and bytes become
     float32, their other integers int64, and booleans stay bool. Pictures become float32 `[C, H, W]`.
 
     Args:

@@ -41,7 +41,7 @@ class ErrorDetails:
         fix: Sentence that states the fix. None: the fix is unknown.
         source: File and line that set the value, or the command line.
         origins: Other keys whose source is reported instead of the source of `key`. The first key that is set is used.
-        at: Line and column, from 1, in the forward program at `key`. None: the error is not in a forward program.
+        at: Line and column, from 1, in the forward program at `key`. None: `source` contains the position.
         subject: Name that distinguishes several errors of one key, such as a column of the data.
     """
 

@@ -1,9 +1,11 @@
-"""Lazy imports of scipy.signal and matplotlib, which torchmetrics imports.
+"""Delay two slow imports of torchmetrics: scipy.signal and matplotlib.
 
-torchmetrics imports scipy.signal (0.6 s) for audio, and matplotlib (0.4 s) to draw metrics (torchmetrics 1.9, two
-cores). Only in these modules, stand-ins replace the two packages. A stand-in imports the real package when another name
-is used, or a metric draws itself. tests/run/test_lighter_imports.py checks both. If another version of torchmetrics
-imports them in other modules, they are imported as usual. EXP_PLAIN_IMPORTS=1 in the environment turns this off.
+torchmetrics imports scipy.signal (0.6 s) for audio metrics, and matplotlib (0.4 s) to draw metrics (torchmetrics 1.9,
+two cores). In the modules of torchmetrics listed in ASKING, stub modules replace the two packages. A stub imports the
+real package when a name is used that the stub does not define, or when a metric is drawn.
+
+If another version of torchmetrics imports the packages in other modules, these imports are not delayed.
+EXP_PLAIN_IMPORTS=1 in the environment disables the stubs. tests/run/test_lighter_imports.py tests them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 from exp.interpreter_exit import is_program
 
 SIGNAL, MATPLOTLIB = "scipy.signal", "matplotlib"
-# The package that each of these modules imports, now or later.
+# Modules of torchmetrics, each with the slow package that it imports at the top or in a function.
 ASKING: Mapping[str, str] = {
     "torchmetrics": SIGNAL,
     "torchmetrics.audio": SIGNAL,
@@ -34,7 +36,7 @@ ASKING: Mapping[str, str] = {
 
 
 def install() -> None:
-    """Make later imports of this process lazy."""
+    """Install the import hook that delays the imports, unless EXP_PLAIN_IMPORTS is 1."""
     is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not is_there and os.environ.get("EXP_PLAIN_IMPORTS") != "1":
         sys.meta_path.insert(0, _Finder())
@@ -42,10 +44,12 @@ def install() -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Collect no garbage while modules are imported, and leave their objects out of later collections.
+    """Disable garbage collection while modules are imported.
 
-    The imports of torch and Lightning trigger five full collections, which take 0.4 s. If exp is part of another
-    program, later collections include all objects. Do not fork within the context: the child would never collect.
+    The imports of torch and Lightning would trigger five full collections, which take 0.4 s. At the end of the context,
+    all objects are excluded from later collections, unless exp is a part of another program.
+
+    Do not fork in the context, because garbage collection would stay disabled in the child.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -72,7 +76,13 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Wraps a module's loader, and replaces a package that the module imports by stand-ins."""
+    """A wrapper of a module's loader. Imports of a package in the module return stubs.
+
+    Args:
+        real: Loader of the module.
+        stand_ins: Stubs by module name.
+        package: Name of the package to replace.
+    """
 
     def __init__(self, real: Loader, stand_ins: Mapping[str, ModuleType], package: str) -> None:
         self._real, self._stand_ins, self._package = real, stand_ins, package
@@ -86,7 +96,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        # Functions of the module import later, with the builtins that the module has when they are defined.
+        # The stubs also replace imports inside functions, because functions use the builtins of their module.
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
         self._real.exec_module(module)
 
@@ -106,7 +116,12 @@ class _Loader(Loader):
 
 
 class _StandIn(ModuleType):
-    """A module with some names, which imports the real module for all other names."""
+    """A stub of a module that defines some names. For any other name, it imports the real module.
+
+    Args:
+        name: Name of the module.
+        **given: Names that the stub defines.
+    """
 
     def __init__(self, name: str, **given: object) -> None:
         super().__init__(name)
@@ -119,7 +134,10 @@ class _StandIn(ModuleType):
 
 
 def instances_of(module: str, name: str) -> type:
-    """Return a class for isinstance(), with the instances of `module.name`; none before the module is imported."""
+    """Return a class that can replace `module.name` in isinstance() without importing the module.
+
+    Before the module is imported, isinstance() is False for all objects.
+    """
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -130,7 +148,7 @@ def instances_of(module: str, name: str) -> type:
 
 
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that calls a function within matplotlib.pyplot.style.context."""
+    """Return a decorator that runs a function in matplotlib.pyplot.style.context, imported at the first call."""
 
     def decorate(plot: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plot)

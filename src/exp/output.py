@@ -1,4 +1,7 @@
-"""Output of a run and of commands. A run continues if its output cannot be written, and warns once."""
+"""Standard output and standard error of runs and commands.
+
+If the output of a run cannot be written, the run warns once and continues.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,21 @@ from exp.redaction import has_revealed, redact
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Attribute of a log record that names what cannot be written.
+# Attribute of a log record with the name of the output that cannot be written, and the error.
 NOT_WRITTEN = "not_written"
-# Errors of a full disk.
+# Error numbers of a full disk.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def warn_not_written(what: str, error: BaseException) -> None:
-    """Warn that a run's output cannot be written from now on. `NotWritten` keeps the warning for the report."""
+    """Log a warning that the run continues without an output. `NotWritten` collects the warning for the report.
+
+    Args:
+        what: Name of the output.
+        error: Exception of the failed write.
+    """
     entry = {"what": what, "error": describe_exception(error)}
-    # train.log gets the traceback of an error that is not the system's.
+    # The traceback of an OSError would not help. Tracebacks of other errors are written to train.log.
     traceback = None if isinstance(error, OSError) else error
     log.warning(
         "%s: %s. The run continues without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
@@ -38,17 +46,21 @@ def warn_not_written(what: str, error: BaseException) -> None:
 
 
 def describe_write_error(place: object, error: OSError) -> str:
-    """Return what is wrong with a place that cannot be written, in the system's own words, and the fix as far as they
-    say it."""
+    """Return a message about a file or folder that cannot be written: the system's message and a fix.
+
+    Args:
+        place: Path of the file or folder.
+        error: Exception of the failed write.
+    """
     fix = "Make room there" if error.errno in NO_SPACE else "Fix that"
     return f"{place}: {error.strerror or error}. {fix}"
 
 
 class NotWritten(logging.Handler):
-    """Collects the warnings of `warn_not_written` for the report.
+    """A log handler that collects the warnings of `warn_not_written` for the report.
 
     Args:
-        entries: The list to which {what, error} is appended.
+        entries: List to which a dict with the keys `what` and `error` is appended for each warning.
     """
 
     def __init__(self, entries: list[dict[str, str]]) -> None:
@@ -62,15 +74,17 @@ class NotWritten(logging.Handler):
 
 
 class SafeStream:
-    """A text stream whose writes never fail. After the first error nothing is written.
+    """A wrapper of a text stream that never raises an error. After the first failed write, output is discarded.
 
-    Errors are a closed pipe (`| head -1`), a full disk, a closed terminal, or a stream closed before the process began.
+    Writes fail for a closed pipe (`| head -1`), a full disk, a closed terminal, or a stream that was closed before the
+    process started.
 
     Args:
-        name: Name in messages.
+        stream: Stream to write to.
+        name: Name of the stream in messages.
 
     Attributes:
-        lost: The error that ended the writing. None: no error.
+        lost: Error of the first failed write. None: no write has failed.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -107,7 +121,10 @@ class SafeStream:
         warn_not_written(self.name, error)
 
     def _discard(self) -> None:
-        """Discard the stream's buffer, the output of C code, and the flush when Python exits."""
+        """Redirect the stream's file descriptor to /dev/null.
+
+        This discards the stream's buffer, output of C code, and the flush at Python's exit.
+        """
         with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
@@ -117,11 +134,14 @@ class SafeStream:
 
 
 class OutputError(OSError):
-    """The output of a command cannot be written."""
+    """Raised if the standard output of a command cannot be written."""
 
 
 class _CheckedStream(SafeStream):
-    """Raises OutputError, or BrokenPipeError, at the first write that fails, and discards later output."""
+    """A wrapper of a text stream that raises an error at the first failed write. Later output is discarded.
+
+    The error is BrokenPipeError for a closed pipe, else OutputError.
+    """
 
     def _lose(self, error: OSError) -> None:
         self.lost = error
@@ -133,7 +153,7 @@ class _CheckedStream(SafeStream):
 
 @contextmanager
 def _checked_output() -> Iterator[None]:
-    """Raise OutputError if standard output cannot be written or, at the end, flushed."""
+    """Raise OutputError in the context if standard output cannot be written. At the end, flush it."""
     before = sys.stdout
     if before is None:  # closed by the parent process (`>&-`)
         yield
@@ -152,14 +172,15 @@ def _checked_output() -> Iterator[None]:
 def exit_status(
     command: Callable[[], Result], *, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Result | int:
-    """Run a command, and print errors that users can fix to stderr.
+    """Run a command, and print errors that users can fix to standard error.
 
     Args:
-        interrupted: Message after a Ctrl-C that the command does not handle.
-        error_status: Exit status after an ExpError. Default: that of the error.
+        command: Function to run.
+        interrupted: Message to print after a Ctrl-C that the command does not handle.
+        error_status: Exit status after an ExpError. Default: `exit_status` of the error.
 
     Returns:
-        The result of the command, its exit status, or the exit status of the error that ended it.
+        Result of the function, which is usually an exit status. After an error, the exit status for the error.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # a crash in the user's code prints its stack
@@ -178,19 +199,19 @@ def exit_status(
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except BrokenPipeError:
-        # `--cfg job | head` has closed the pipe. Python would report it once more at exit.
+        # The reader has closed the pipe, as in `--cfg job | head`. Without the redirection, Python reports it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
         if not has_revealed():
             raise
-        # Python's traceback without secrets.
+        # The traceback is printed as by Python, with secrets replaced.
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 
 
 class Main(Protocol):
-    """Type of the `main` of a command."""
+    """Type of the function `main` of a command."""
 
     def __call__(self, argv: Sequence[str] | None = None, /) -> int: ...
 
@@ -198,10 +219,12 @@ class Main(Protocol):
 def command(
     *, help: str | None = None, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Callable[[Callable[[Sequence[str]], int]], Main]:
-    """Return a decorator for the `main` of a command. The command line is `sys.argv` by default.
+    """Return a decorator for the function `main` of a command.
+
+    The decorated function reads `sys.argv` by default, prints errors, and returns the exit status.
 
     Args:
-        help: Text that -h and --help print.
+        help: Text to print for -h and --help. None: the command handles these flags.
         interrupted, error_status: See `exit_status`.
     """
 
@@ -224,7 +247,10 @@ def command(
 
 @contextmanager
 def survive_output_errors() -> Iterator[None]:
-    """Let writes to standard output and error never fail. Within another such context it does nothing."""
+    """Ignore failed writes to standard output and standard error in the context, after one warning.
+
+    Contexts may be nested. Inner contexts have no effect.
+    """
     before = sys.stdout, sys.stderr
     _occupy_descriptors()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -238,7 +264,7 @@ def survive_output_errors() -> Iterator[None]:
 
 @contextmanager
 def show_transient_line(words: str) -> Iterator[None]:
-    """Show a line on the terminal of standard error until the end of the context."""
+    """Show a line of text on standard error during the context, if standard error is a terminal."""
     stream = cast("TextIO | None", sys.stderr)
     if stream is None or not stream.isatty():
         yield
@@ -254,7 +280,10 @@ def show_transient_line(words: str) -> Iterator[None]:
 
 @contextmanager
 def announce_torch_import() -> Iterator[None]:
-    """Show a line while torch is imported, and collect no garbage while torch and Lightning are imported."""
+    """Show "loading torch" during the context, and disable garbage collection while torch and Lightning are imported.
+
+    If Lightning is imported already, the context has no effect.
+    """
     if "lightning" in sys.modules:
         yield
         return
@@ -268,7 +297,10 @@ def _make_safe(stream: TextIO, name: str) -> TextIO:
 
 
 def _occupy_descriptors() -> None:
-    """Open descriptors 0 to 2 if they are closed: otherwise other output would go to the next opened file."""
+    """Open each of the file descriptors 0 to 2 that is closed.
+
+    Otherwise the next opened file would get the descriptor, and standard output would be written to that file.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -277,14 +309,14 @@ def _occupy_descriptors() -> None:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Return the lines of a table in Markdown, with columns of one width that are readable in a terminal.
+    """Return the lines of a Markdown table. Cells are padded, so that the table is also readable in a terminal.
 
     Args:
         head: Titles of the columns.
         rows: Cells of each row.
         left: Number of columns that are aligned to the left; the others are aligned to the right.
     """
-    # A vertical bar in a cell would end the cell.
+    # Vertical bars are escaped, because they would end the cell.
     cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rules = ["-" * width if place < left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]

@@ -1,4 +1,4 @@
-"""The pictures of a run's report.md: loss, metrics, gradients."""
+"""Draw the pictures of a run's report.md: losses, metrics and gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from exp.shared_types import EPOCH_LOSS, split_tag
 from exp.tensorboard.curves import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"
-# One point per pixel. Longer curves show means.
+# The largest number of points of a curve, which is one per pixel. Longer curves are averaged.
 MOST_POINTS = 400
 
 
 def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, bytes]:
-    """Return the pictures as PNG files by name, from the event files and the table of a run.
+    """Draw the pictures of a run from its event files and its table of gradient norms.
 
     Args:
-        tags: Tags of the run's report.
+        directory: Run directory.
+        tags: Tags in the run's report.
+
+    Returns:
+        Contents of PNG files by the name of the picture: "loss", "metrics" and "gradients".
 
     Raises:
         OSError: The files of the run cannot be read.
@@ -52,12 +56,12 @@ def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, b
 
 
 def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
-    """Return a picture, uint8 `[H, W, 3]`; None if no curve has two points."""
+    """Draw curves by tag in one picture, uint8 `[H, W, 3]`. Return None if no curve has two points."""
     thinned = {tag: _thin_out(curve) for tag, curve in named.items()}
     if not any(len(steps) > 1 for steps, _ in thinned.values()):
         return None
     x = np.unique(np.concatenate([steps for steps, _ in thinned.values()]))
-    # A curve is straight between its points and ends at the last one.
+    # All curves get the same steps: values are interpolated between the points of a curve, and NaN outside of them.
     lines = {
         tag: np.interp(x, steps, values, left=np.nan, right=np.nan).tolist() for tag, (steps, values) in thinned.items()
     }
@@ -65,7 +69,11 @@ def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
 
 
 def _thin_out(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values, `[N]` each, of at most MOST_POINTS means of neighboring points."""
+    """Return the steps and the values of a curve, averaged over neighboring points to at most MOST_POINTS points.
+
+    Shape:
+        Both arrays: `[N]`, N is the number of points.
+    """
     every = -(-len(curve.steps) // MOST_POINTS)
     if every == 1:
         return curve.steps, curve.values

@@ -1,10 +1,10 @@
-"""Runs a frozen config as one rank, from its plan to its report.
+"""Run a frozen config as one rank, from its plan to its report.
+
+The stages of a run after the launch, with the module that implements each (start.py has the earlier stages):
 
 5 build     build, from check.plan
 6 fit       Lightning's Trainer, with callbacks for 7 log (engine.recording) and 8 save (engine.checkpointing)
 9 report    run_report
-
-start.py has the earlier steps.
 """
 
 from __future__ import annotations
@@ -50,11 +50,17 @@ def run(
     """Run a frozen config as one rank. Rank 0 writes the report, even if the run fails or is interrupted.
 
     Args:
-        resume: Checkpoint to resume from, instead of the config's.
-        decided: The plan, if this process has made it already.
-        join: Joins the process group, given the plan.
-        requeues: How often SLURM queues the job again after its time limit. The run then resumes from the newest
-            checkpoint of the directory. None: without a limit if runtime.autoresume is set, otherwise never.
+        directory: Run directory.
+        rank: Rank of this process. Default: the only rank.
+        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+        decided: Plan of the run. None: the plan is made from the frozen config.
+        join: Function that joins the process group. It is called with the plan.
+        requeues: Largest number of times that SLURM queues the job again after its time limit. If set, the run resumes
+            from the newest checkpoint in the run directory. None: without a limit if runtime.autoresume is true,
+            otherwise the job is not queued again.
+
+    Returns:
+        The report of the run.
 
     Raises:
         BaseException: The error that ended the run.
@@ -66,11 +72,11 @@ def run(
     forget_peak_memory()
     ongoing = Ongoing(directory, resolved.settings, overrides=overrides, world_size=rank.world_size)
     parts = None
-    # For ranks, the launcher has measured the operators of the network.
+    # If `decided` is None, the launcher has already measured the operators of the network and set the threads.
     operator = None if decided is None else decided.operator
     is_again = resolved.settings.runtime.autoresume or requeues is not None
     if resume is None and is_again:
-        # torchrun and SLURM start the ranks of the same directory again.
+        # A restart by torchrun or SLURM uses the same run directory, which may have newer checkpoints.
         resume = newest_of(directory).path
     logged = run_log(directory, rank=rank, not_written=ongoing.not_written)
     with logged, _hold_run(directory, rank), raise_on_signal() as raised_by_signal:
@@ -101,12 +107,12 @@ def run(
 
 
 def _hold_run(directory: Path, rank: Rank) -> AbstractContextManager[None]:
-    """Lock the run, so that no other program resumes it meanwhile."""
+    """Return a context in which rank 0 locks the run, so that no other program resumes it at the same time."""
     return hold_lock(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
 def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of train.log about config, data, parameters and device."""
+    """Yield the first lines of train.log: config, data, parameters and device."""
     settings, placement = decided.settings, decided.placement
     yield f"config: {shlex.join(overrides) or 'the defaults'}, seed {settings.seed}"
     if isinstance(parts.data, StagedData):
@@ -132,11 +138,19 @@ def _size(part: AnyDataset) -> str:
     try:
         return f"{samples_in(part):,}"
     except (TypeError, NotImplementedError, UserCodeError):
-        return "samples"  # a stream, or a user's data set with an error that the loader will report
+        return "samples"  # the size of a stream is unknown; an error of a user's data set is reported by the loader
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
-    """Train, then test the best weights; or evaluate the weights from which the run starts."""
+    """Run the stages that the config selects: train, validate, predict and test.
+
+    After training, the best weights are tested. Without training, the weights from which the run starts are used.
+
+    Args:
+        decided: Plan of the run.
+        parts: Objects of the run.
+        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+    """
     settings, trainer = decided.settings, parts.trainer
     start = str(resume) if resume is not None else settings.resume
     if settings.train:
@@ -161,7 +175,14 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
 
 
 def _run_stage(parts: Parts, start: str | None, stage: Callable[..., object], **settings: bool) -> None:
-    """Run a stage of the Trainer from a checkpoint, or with the current weights for None."""
+    """Run one stage of Lightning's Trainer.
+
+    Args:
+        parts: Objects of the run.
+        start: Checkpoint to load first. None: the current weights are used.
+        stage: Method of the Trainer, such as `fit`.
+        **settings: Arguments of the method.
+    """
     stage(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, **settings)
 
 
@@ -170,7 +191,7 @@ def _is_pruned(parts: Parts) -> bool:
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:
-    """Return the best checkpoint, or None for the current weights."""
+    """Return the path of the best checkpoint; None if there is none, so that the current weights are tested."""
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)
@@ -181,7 +202,7 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
 
 
 def _describe(decided: Plan, parts: Parts, directory: Path, *, overrides: Sequence[str]) -> None:
-    """Give the loggers the hyperparameters, the whole config, the command and the revision."""
+    """Send the hyperparameters to the loggers. Loggers of exp also get the config, the command and the revision."""
     description = description_of(decided.plain, directory, overrides=overrides)
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):

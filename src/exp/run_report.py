@@ -1,4 +1,4 @@
-"""The result of a run: report.json for programs, report.md for people, and a table on the screen."""
+"""The report of a run: report.json for programs, report.md for users, and a printed table."""
 
 from __future__ import annotations
 
@@ -35,37 +35,48 @@ log = logging.getLogger(__name__)
 
 # Folder of the pictures of report.md.
 PICTURES = "pictures"
-# torch's message about a worker of its DataLoader that died (2.13).
+# The message of torch 2.13 about a DataLoader worker that died.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
-# The function in which Lightning handles all exceptions of a trainer; private, and tested (2.6.6).
+# The private function in which Lightning handles all exceptions of a Trainer (tested with Lightning 2.6.6).
 LIGHTNING_CATCHES_IN = "_call_and_handle_interrupt"
-# Errors in reading a damaged report.json.
+# Exceptions that reading a damaged report.json may raise.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-# `pruned`: a search ended the job early.
+# The status `pruned` means that a search ended the job early.
 Record = Mapping[str, Any]
 Status = Literal["completed", "failed", "interrupted", "pruned"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a run. The fields are the keys of report.json, a public contract.
+    """The result of a run. The fields are the keys of report.json, which is a stable interface.
 
     Attributes:
-        metrics: Last values by tag, such as {"accuracy/val": 0.98}, including those before a resume.
-        best: {metric, value, step, checkpoint} of the best checkpoint. None: no checkpoint.
-        best_metrics: Losses and metrics by tag of the weights in the best checkpoint. `loss/train` is the mean of its
-            epoch. Empty without a best checkpoint.
-        stage_steps: Optimizer step of the weights of each stage's last values, such as {"train": 40}.
-        ended_by: Cause of the end of the training, such as `trainer.max_epochs=30`, or an EarlyStopping with its
-            settings. None: the training did not end normally.
-        steps: Optimizer steps of the whole run, including those before a resume.
+        status: "completed", "failed", "interrupted", or "pruned" if a search ended the job early.
+        directory: Run directory.
+        metrics: Last values by tag, such as {"accuracy/val": 0.98}. For a resumed run, they include values that were
+            logged before the resume.
+        best: Keys `metric`, `value`, `step` and `checkpoint` of the best checkpoint. None: no best checkpoint.
+        best_metrics: Losses and metrics by tag, measured with the weights of the best checkpoint. `loss/train` is the
+            mean of the checkpoint's epoch. Empty if there is no best checkpoint.
+        stage_steps: Optimizer step at which each stage last measured its values, such as {"train": 40}.
+        ended_by: Reason why the training ended, such as `trainer.max_epochs=30`, or an EarlyStopping with its settings.
+            None: the training did not end normally.
+        steps: Optimizer steps of the whole run, including the steps before a resume.
+        epochs: Epochs of the whole run.
         wall_seconds: Duration of the run in seconds, without imports and the check.
-        step_ms: Wall time of the training, with validation, divided by the optimizer steps. None: no step.
-        peak_memory_mib: Device memory on a GPU, otherwise the resident set of this rank.
-        tags: Tags of the config, by which users find runs.
-        parent: {run, step, checkpoint, changed} of a fork, as in provenance.json; otherwise None.
-        error: {type, message}, or None. The type is that of the exception in the user's code, if there is one.
-        not_written: {what, error} of outputs that failed: the screen, the log, a logger, a picture.
+        step_ms: Wall time of training and validation in ms, divided by the optimizer steps. None: no steps.
+        peak_memory_mib: Peak memory in MiB: memory of the device on a GPU, otherwise resident memory of this rank.
+        world_size: Number of ranks.
+        precision: Precision, such as "bf16".
+        strategy: Name of the strategy, such as "ddp".
+        monitor: Tag of the monitored metric.
+        command: Command that started the run.
+        tags: Tags in the config, by which users find runs.
+        versions: Versions of Python and of packages.
+        parent: Keys `run`, `step`, `checkpoint` and `changed` of a fork's parent. None: the run is not a fork.
+        error: Keys `type` and `message` of the error that ended the run, or None. For an exception in the user's code,
+            `type` is the type of that exception.
+        not_written: Keys `what` and `error` of each output that could not be written, such as a log or a picture.
     """
 
     status: Status
@@ -93,7 +104,7 @@ class Report:
 
     @property
     def monitored(self) -> float:
-        """The value for a sweeper: the best value of the monitored metric, or nan."""
+        """Value for a sweeper: the best value of the monitored metric, else its last value, else NaN."""
         if self.best is not None:
             return float(self.best["value"])
         tag = None if self.monitor is None else compared_tag(self.monitor)
@@ -101,11 +112,13 @@ class Report:
 
 
 class Ongoing:
-    """A run that has started, and makes the report of its end.
+    """A started run. At its end, it makes the report.
 
     Args:
         directory: Run directory.
         settings: Settings of the run.
+        overrides: Overrides of the run.
+        world_size: Number of ranks.
     """
 
     def __init__(self, directory: Path, settings: Settings, *, overrides: Sequence[str], world_size: int) -> None:
@@ -134,13 +147,15 @@ class Ongoing:
         error: BaseException | None = None,
         before: Report | None = None,
     ) -> Report:
-        """Return the report of the run's end.
+        """Return the report at the end of the run.
 
         Args:
-            parts: The objects of the run. None: the run ended before they were built, or in other processes.
-            before: Report of rank 0 on the same run, whose error may not be the cause.
+            status: Status of the run.
+            parts: Objects of the run. None: the run ended before they were built, or they are in other processes.
+            error: Error that ended the run. None: no error.
+            before: Report that rank 0 wrote for the same run. Its status and error are replaced.
         """
-        # Programs look for the type of the exception in the user's code.
+        # For an error in the user's code, the report has the type of the user's exception.
         kind = error.kind if isinstance(error, UserCodeError) else type(error).__name__
         entry = None if error is None else {"type": kind, "message": str(error)}
         if before is not None:
@@ -161,13 +176,18 @@ class Ongoing:
 
 
 def train_command(overrides: Sequence[str], *, key: str, path: str) -> str:
-    """Return the command of a run with `key=path` after its overrides, quoted for Hydra and for a shell.
+    """Return a command of exp.train with the overrides and `key=path`, quoted for Hydra and for a shell.
 
-    A path below the working directory is relative.
+    A path below the working directory is written as a relative path.
+
+    Args:
+        overrides: Overrides of the command.
+        key: Key of the additional override.
+        path: Value of the additional override.
     """
     shown = os.path.relpath(path)
     shown = os.path.abspath(path) if shown.startswith("..") else shown
-    # Other signs belong to Hydra's grammar. Within quotes a quote is escaped.
+    # A path with other characters is quoted, because they have a meaning in Hydra's grammar.
     plain = re.fullmatch(r"[\w./+@%:-]+", shown, re.ASCII)
     escaped = shown.replace("'", "\\'")
     return _command([*overrides, f"{key}={shown}" if plain else f"{key}='{escaped}'"])
@@ -178,7 +198,7 @@ def _command(overrides: Sequence[str]) -> str:
 
 
 def _progress(parts: Parts) -> dict[str, Any]:
-    """Return the figures of a run from its callbacks."""
+    """Return the fields of a report that the callbacks of a run measured, such as metrics and steps."""
     trainer = parts.trainer
     steps = trainer.global_step
     return {
@@ -204,15 +224,15 @@ def best_of(best: Record | None) -> dict[str, Any]:
 
 
 def _peak_memory_mib() -> float:
-    # Imported here, because reading reports needs no torch.
+    # Imported late, because this module imports torch, which reading reports does not need.
     from exp.hooks.memory_peaks import MIB, peak_of_run
 
     return peak_of_run().so_far() / MIB
 
 
 def forget_peak_memory() -> None:
-    """Reset the peaks of memory of this process, so that the next report has no peak of an earlier run."""
-    # Imported here, because reading and writing reports needs no torch.
+    """Reset the peak memory of this process, so that the next report does not contain the peak of an earlier run."""
+    # Imported late, because this module imports torch, which reading and writing reports does not need.
     from exp.hooks.memory_peaks import HOST, peak_of_run
 
     for peak in {HOST, peak_of_run()}:
@@ -223,10 +243,11 @@ def write_report(report: Report, *, is_synced: bool = True) -> None:
     """Write report.json and report.md to the run directory, each atomically.
 
     Args:
-        is_synced: Whether they are on the disk when this function returns.
+        report: Report to write.
+        is_synced: Sync the files to disk before returning.
 
     Raises:
-        RunError: The directory cannot be written.
+        RunError: The run directory cannot be written.
     """
     directory = Path(report.directory)
     plain = dataclasses.asdict(report)
@@ -240,7 +261,11 @@ def write_report(report: Report, *, is_synced: bool = True) -> None:
 
 
 def read_report(directory: Path | str) -> Report:
-    """Return the report of a run directory. Raise RunError if it is missing or damaged."""
+    """Return the report of a run directory.
+
+    Raises:
+        RunError: report.json is missing or damaged.
+    """
     path = Path(directory) / "report.json"
     if not path.is_file():
         raise RunError(f"{path} does not exist: the run is not over, or was killed before it wrote its report")
@@ -251,7 +276,7 @@ def read_report(directory: Path | str) -> Report:
 
 
 def parse_report(text: str) -> Report:
-    """Return the report from the text of a report.json. Raise one of DAMAGE if it is damaged."""
+    """Return the report from the text of a report.json. If the text is damaged, raise one of the types in DAMAGE."""
     plain = json.loads(text)
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
     # Reports of earlier versions lack these two keys.
@@ -269,7 +294,7 @@ def parse_report(text: str) -> Report:
 
 
 def find_report(directory: Path | str) -> Report | None:
-    """Return the report of a run directory; None if it is missing or damaged."""
+    """Return the report of a run directory; None if report.json is missing or damaged."""
     try:
         return read_report(directory)
     except RunError:
@@ -277,7 +302,15 @@ def find_report(directory: Path | str) -> Report | None:
 
 
 def write_end(report: Report, loggers: Sequence[Logger]) -> None:
-    """Write the report, and log the end of the run. Raise RunError if the directory cannot be written."""
+    """Write the report and its pictures, and report the end of the run to the loggers.
+
+    Args:
+        report: Report of the run.
+        loggers: Loggers of the run.
+
+    Raises:
+        RunError: The run directory cannot be written.
+    """
     from exp.loggers.run_logger import RunLogger
 
     write_report(report)
@@ -293,14 +326,16 @@ def write_end(report: Report, loggers: Sequence[Logger]) -> None:
 def write_bad_end(
     ongoing: Ongoing, error: BaseException, *, parts: Parts | None = None, has_ranks: bool = False
 ) -> None:
-    """Write the report of a failed or interrupted run, and add the command that resumes it to the error.
+    """Write the report of a failed or interrupted run. Add the command that resumes the run to the error.
 
     Args:
-        parts: The objects of the run. None: the run ended before they were built, or in other processes.
-        has_ranks: Whether ranks ran in other processes. Their report has the figures, but maybe not the cause.
+        ongoing: The run.
+        error: Error that ended the run.
+        parts: Objects of the run. None: the run ended before they were built, or they are in other processes.
+        has_ranks: The ranks ran in other processes. The report that rank 0 wrote is kept, with the given error.
 
     Raises:
-        RunError: The directory of a run with ranks cannot be written.
+        RunError: `has_ranks` is true, and the run directory cannot be written.
     """
     saved = last_checkpoint(ongoing.directory)
     if isinstance(error, Interrupted) and error.checkpoint is not None:
@@ -312,20 +347,25 @@ def write_bad_end(
         write_report(ongoing.end_report(status, error=error, before=find_report(ongoing.directory)))
         return
     report = ongoing.end_report(status, parts=parts, error=error)
-    # Only for train.log: the caller prints the error.
+    # This line is for train.log only. The caller prints the error on the terminal.
     log.info("the run %s", report.status, exc_info=error)
     try:
         write_end(report, () if parts is None else parts.trainer.loggers)
     except RunError as second:
-        # The first error is raised. On a full disk the second one follows from it.
+        # Not raised, because the caller raises the first error. On a full disk, both errors have the same cause.
         log.error("%s", second)
 
 
 def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> BaseException:
-    """Return an error that users understand instead of one of the user's code, of the system, or of full memory.
+    """Return an error with a clear message in place of an exception that ended a run.
+
+    Exceptions of the user's code, of the system and of full memory are replaced. Other exceptions are returned
+    unchanged.
 
     Args:
-        parts: The objects of the run. None: the run ended before they were built.
+        error: Exception that ended the run.
+        ongoing: The run.
+        parts: Objects of the run. None: the run ended before they were built.
     """
     from exp.hooks.out_of_memory import explain as explain_memory
     from exp.hooks.out_of_memory import is_out_of_memory
@@ -356,19 +396,25 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
         explained = RunError(_write_message(ongoing, error))
     else:
         return error
-    # Set here, because the log prints the cause before the error is raised.
+    # The cause is set before the error is raised, because train.log prints it earlier.
     explained.__cause__ = error
     return explained
 
 
 def _with_checkpoint(error: Interrupted, directory: Path) -> Interrupted:
-    """Return the interruption with the last checkpoint, if it has none: the signal may come after the last step."""
+    """Return an interruption with the run's last checkpoint, if the interruption has no checkpoint.
+
+    It has none if the signal arrived after the last step.
+    """
     saved = last_checkpoint(directory) if error.checkpoint is None else None
     return error if saved is None else Interrupted(signum=error.signum, checkpoint=str(saved), detail=error.detail)
 
 
 def _find_first_error(error: BaseException) -> BaseException:
-    """Return the error that ended the run, instead of one that Lightning or on_exception raised afterwards."""
+    """Return the first exception that ended the run.
+
+    The caught exception may be a later one, which Lightning or an `on_exception` hook raised during error handling.
+    """
     caught = _catching_frames(error)
     first, context = error, error.__context__
     while context is not None:
@@ -379,7 +425,7 @@ def _find_first_error(error: BaseException) -> BaseException:
 
 
 def _catching_frames(error: BaseException) -> set[FrameType]:
-    """Return the frames of LIGHTNING_CATCHES_IN through which an error came."""
+    """Return the frames of the function LIGHTNING_CATCHES_IN in the traceback of an error."""
     return {
         frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == LIGHTNING_CATCHES_IN
     }
@@ -391,7 +437,15 @@ def _is_below(filename: object, directory: Path) -> bool:
 
 
 def _place(error: BaseException, parts: Parts | None) -> str | None:
-    """Return which object of the user or of a package raised an error, or None."""
+    """Return the name of the user's object, or of a package's object, that raised an error; None if it is unknown.
+
+    Args:
+        error: Exception with its traceback.
+        parts: Objects of the run. None: the run ended before they were built.
+
+    Returns:
+        Text such as `callback MyCallback, in on_train_start,`.
+    """
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
     from torch.optim import Optimizer
@@ -428,14 +482,14 @@ def _write_message(ongoing: Ongoing, error: OSError) -> str:
 
 
 def draw_pictures(report: Report) -> bool:
-    """Draw the loss, the metrics and the gradients from a run's event files and table, and write the pictures.
+    """Draw the losses, metrics and gradients of a run, and write the pictures to the run directory.
 
-    Warn about pictures that cannot be drawn.
+    If the pictures cannot be drawn, warn.
 
     Returns:
-        Whether there are pictures.
+        True if at least one picture was written.
     """
-    # Imported here, because reading reports needs no pictures.
+    # Imported late, because reading reports does not need the modules that draw.
     from exp.report_pictures import draw_report_pictures
 
     directory = Path(report.directory)
@@ -451,7 +505,7 @@ def draw_pictures(report: Report) -> bool:
 
 
 def as_markdown(report: Report) -> str:
-    """Return the report as Markdown: results, changed settings, pictures, facts, last values."""
+    """Return a report as Markdown: results, overrides, pictures, other facts and last values."""
     directory = Path(report.directory)
     facts = _facts(report)
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
@@ -474,7 +528,7 @@ def as_markdown(report: Report) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Print the table of results and the other facts."""
+    """Print a report: a table of metrics, and other facts such as steps and run directory."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -487,20 +541,24 @@ def print_report(report: Report) -> None:
         shown = weights
     console.print(table)
     for name, fact in _facts(report).items():
-        # soft_wrap: a path on two lines cannot be copied.
+        # soft_wrap keeps a path on one line, so that it can be copied.
         console.print(f"{name:<{len('dashboard')}}  {fact}", soft_wrap=True, markup=False)
 
 
 def _results(report: Report) -> list[tuple[str, ...]]:
-    """Return rows of weights, metric and the value of each stage, for the best weights and then the last ones.
+    """Return the rows of the table of results. Rows of the best weights come before rows of the last weights.
 
-    The value of `loss/train` is the mean of an epoch.
+    The value of `loss/train` is the mean over an epoch.
+
+    Returns:
+        Rows with the cells: weights, metric, and the value of the metric in each stage ("" if there is none).
     """
     last = dict(report.metrics)
     last.pop("loss/train", None)
     if EPOCH_LOSS in last:
         last["loss/train"] = last.pop(EPOCH_LOSS)
-    # The test stage uses the best weights, and the last validation may belong to an earlier step.
+    # Values measured at an earlier step are left out: the test uses the best weights, and the last validation may have
+    # run before the last step.
     steps = report.stage_steps
     if report.steps and steps:
         last = {tag: value for tag, value in last.items() if steps.get(split_tag(tag)[1]) == report.steps}
@@ -520,7 +578,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the other results as texts by name."""
+    """Return the facts to show below the table of results, as texts by name. Empty facts are left out."""
     shown, best = os.path.relpath(report.directory), report.best
     speed = "" if report.step_ms is None else f", {report.step_ms:.2f} ms per step"
     ranks = f", {report.world_size} ranks" if report.world_size > 1 else ""
@@ -544,13 +602,17 @@ def _parent(parent: Record) -> str:
 
 
 def _dashboard_root(shown: str) -> str:
-    """Return the first folder of a relative path, to show earlier runs as well; otherwise the run directory."""
+    """Return the folder for exp.dashboard.
+
+    It is the first folder of the run directory's relative path, so that earlier runs are shown, too. For a run outside
+    of the working directory, it is the run directory.
+    """
     first = shown.partition(os.sep)[0]
     return shown if first in ("..", "", ".") else first
 
 
 def _finite(value: object) -> object:
-    """Replace nan and infinity by their names, because JSON does not have them."""
+    """Return a plain tree with NaN and infinity replaced by texts, because JSON does not support them."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,6 +1,6 @@
-"""Types that all packages share, and the letters of shapes. Imports no torch at run time.
+"""Types that all packages of exp use. This module does not import torch at run time.
 
-Shapes are written `[B, T, C]`: B batch, T time steps, C channels or features, H height, W width, V vocabulary or
+Letters in shapes such as `[B, T, C]`: B batch, T time steps, C channels or features, H height, W width, V vocabulary or
 classes, P parameters.
 """
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 Stage = Literal["train", "val", "test"]
 STAGES: tuple[Stage, ...] = ("train", "val", "test")
 Mode = Literal["min", "max"]
-# Samplers and pruners of `sweep`.
+# Allowed values of sweep.sampler and sweep.pruner.
 Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"]
 Pruner = Literal["none", "median", "asha", "hyperband"]
-# Mean over an epoch's samples. `monitor: loss/train` compares it, because `loss/train` is the loss of a step.
+# Tag of the training loss averaged over the samples of an epoch. `monitor: loss/train` compares these values, because
+# the tag `loss/train` has the loss of single steps.
 EPOCH_LOSS = "loss/train_epoch"
-# Tags of the best value of `monitor`, and of its optimizer step.
+# Tags of the best value of the monitored metric, and of the optimizer step at which it was measured.
 BEST_VALUE, BEST_STEP = "monitor/best", "monitor/best_step"
-# Dtypes of samples, by torch's names without `torch.`.
+# Allowed dtypes of samples: torch's names without `torch.`.
 SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 ]  # fmt: skip
-# Name of the input of a sample that is a pair or a tensor.
+# Names of the inputs if a sample is a pair (input, target) or a tensor.
 INPUT: tuple[str, ...] = ("input",)
-# A time such as 1h30m, in days, hours, minutes and seconds.
+# A duration such as 1h30m, in days, hours, minutes and seconds.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def span_seconds(span: str) -> float:
-    """Return the seconds of a time such as 1h30m. Raise ValueError for other texts."""
+    """Return the number of seconds of a duration such as 1h30m. Raise ValueError for other texts."""
     found = SPAN.fullmatch(span.strip()) if span.strip() else None
     if found is None:
         raise ValueError(f"{span!r} is no time such as 1h30m")
@@ -47,7 +48,10 @@ def span_seconds(span: str) -> float:
 
 
 def split_tag(tag: str) -> tuple[str, str]:
-    """Return the name and stage of a tag such as `accuracy/val` or `val/acc`; an empty stage for other tags."""
+    """Return the name and the stage of a tag such as `accuracy/val`, `val/acc` or `val_acc`.
+
+    If the tag contains no stage, return the tag and "".
+    """
     name, _, stage = tag.rpartition("/")
     if stage in STAGES:
         return name, stage
@@ -56,20 +60,27 @@ def split_tag(tag: str) -> tuple[str, str]:
 
 
 def compared_tag(monitor: str) -> str:
-    """Return the tag whose values a monitor compares."""
+    """Return the tag of the values to compare for a `monitor`. It differs from the monitor only for `loss/train`."""
     return EPOCH_LOSS if monitor == "loss/train" else monitor
 
 
 def best_scalars(best: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the best value and its step by tag: the HParams page shows the last point of a tag."""
+    """Return the best value of the monitored metric and its step, as scalars by tag.
+
+    These tags exist because TensorBoard's HParams page shows only the last value of each tag.
+
+    Args:
+        best: Record of the best checkpoint. None: there is no best checkpoint, and the result is empty.
+    """
     return {} if best is None else {BEST_VALUE: float(best["value"]), BEST_STEP: float(best["step"])}
 
 
 def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
-    """Return the tags of `sweep.monitor` with their modes.
+    """Return the tags in the value of `sweep.monitor`, each with its mode.
 
     Args:
-        wanted: A tag, which gets the run's mode, or a mapping of tags to modes. Other values give no tags.
+        wanted: A tag, or a mapping of tags to modes. For other values, the result is empty.
+        mode: Mode of the run, which is used for a single tag.
     """
     if isinstance(wanted, str):
         return {wanted: mode}
@@ -78,17 +89,17 @@ def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without `torch.`, such as float32."""
+    """Return the name of a dtype without `torch.`, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor of a sample.
+    """Shape and dtype of a tensor in a sample.
 
     Attributes:
-        shape: Shape without B, such as (1, 8, 8); None for a length that differs between batches.
-        dtype: torch's name without `torch.`, such as "float32" or "int64".
+        shape: Shape without the batch dimension, such as (1, 8, 8). None: a length that differs between batches.
+        dtype: Name of the dtype without `torch.`, such as "float32" or "int64".
     """
 
     shape: tuple[int | None, ...]
@@ -97,14 +108,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Shapes and dtypes that a data set declares, with which a model is sized and checked before samples are read.
+    """Shapes and dtypes that a data set declares. The model is built and checked by them before samples are read.
 
     Attributes:
-        inputs: Inputs of a network by name. Default: one entry `input` from the next two.
-        input_shape, input_dtype: Those of the entry `input`, or of a single entry that was read from the data.
-        num_classes: Number of classes, or of words of a text. None: a regression.
-        num_outputs: Numbers that a model returns per sample or token: the classes, or the width of the target. None:
-            samples have several targets, and each term declares its own width.
+        inputs: Shape and dtype of each input of the network, by name. Default: a single input named `input`, with
+            `input_shape` and `input_dtype`.
+        input_shape: Shape of a single input, without the batch dimension.
+        input_dtype: Dtype of a single input, without `torch.`.
+        num_classes: Number of classes, or size of the vocabulary of a text. None: a regression.
+        num_outputs: Number of values that the model returns per sample or token: the number of classes, or the width of
+            the target. None: samples have several targets, and each term of the objective declares its width.
     """
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -120,12 +133,12 @@ class DataSpec:
 
     @property
     def positions(self) -> int:
-        """The numbers in the largest input of one sample, without unknown lengths."""
+        """Number of elements in the largest input of one sample. Unknown lengths count as 1."""
         return max(math.prod(size for size in one.shape if size is not None) for one in self.inputs.values())
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DataSpec:
-        """Return the spec of a plain data node without values that follow from the data."""
+        """Return the spec of a data node. All values must be set, including those that are read from the data."""
         return cls(
             inputs=tensor_specs(data["inputs"] or {}),
             input_shape=None if data["input_shape"] is None else tuple(data["input_shape"]),
@@ -136,17 +149,19 @@ class DataSpec:
 
 
 def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpec]:
-    """Return the specs of `data.inputs`, which has a shape and a dtype for each name."""
+    """Return the spec of each input in the value of `data.inputs`."""
     return {name: TensorSpec(shape=tuple(one["shape"]), dtype=one["dtype"]) for name, one in inputs.items()}
 
 
 class StepWeights(NamedTuple):
-    """The divisors of an optimizer step over several micro-batches, as means over the micro-batches.
+    """Divisors of the losses in an optimizer step over several micro-batches.
+
+    All values are means over the micro-batches of the step, and are summed over all ranks.
 
     Attributes:
-        micro_batches: Micro-batches of the step.
-        size: Samples of one micro-batch over all ranks.
-        divisors: Divisor of one micro-batch over all ranks, 0-d, by the name of each term that divides by weights.
+        micro_batches: Number of micro-batches in the step.
+        size: Number of samples in a micro-batch.
+        divisors: Divisor of each term that divides its loss by a sum of weights, by the name of the term. 0-d tensors.
     """
 
     micro_batches: int
@@ -155,15 +170,15 @@ class StepWeights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """This rank's share of one global batch.
+    """The part of a global batch that this rank processes.
 
     Attributes:
-        data: A pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
-        size: Samples that count, b. 0 if the global batch is smaller than the number of ranks: the rank then has one
-            sample that does not count, so that collectives match.
-        global_size: Samples of the global batch over all ranks, B.
-        world_size: Ranks that share the batch.
-        step: Divisors of a step with several micro-batches.
+        data: Pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
+        size: Number of samples on this rank, b. It is 0 if the global batch has fewer samples than there are ranks. The
+            rank then processes one sample without effect, so that all ranks run the same collectives.
+        global_size: Number of samples on all ranks, B.
+        world_size: Number of ranks.
+        step: Divisors of an optimizer step with several micro-batches. None: the step has one micro-batch.
     """
 
     data: Sequence[Tensor] | Mapping[str, Tensor] | Any
@@ -173,19 +188,22 @@ class Batch(NamedTuple):
     step: StepWeights | None = None
 
     def with_data(self, data: object) -> Batch:
-        """Return the same share with other data."""
+        """Return a copy of this batch with other data."""
         return Batch(data, self.size, self.global_size, self.world_size, self.step)
 
     def with_step(self, step: StepWeights) -> Batch:
-        """Return the same share with the divisors of its step."""
+        """Return a copy of this batch with the divisors of its optimizer step."""
         return Batch(self.data, self.size, self.global_size, self.world_size, step)
 
     @property
     def mean_size(self) -> float:
-        """The number of samples by which the step divides the sum over this batch."""
+        """Number of samples by which the sum of the losses in this batch is divided."""
         return self.global_size if self.step is None else self.step.size
 
     @property
     def weight(self) -> float:
-        """Factor on this rank's mean loss: the mean over ranks and micro-batches is then the mean over samples."""
+        """Factor by which this rank's mean loss is multiplied.
+
+        With this factor, the mean over ranks and micro-batches equals the mean over all samples of the step.
+        """
         return self.size * self.world_size / self.mean_size

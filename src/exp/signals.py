@@ -1,4 +1,4 @@
-"""Signals that end a run, and their handlers."""
+"""Handlers for the signals that end a run: SIGINT, SIGTERM, SIGHUP and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from types import FrameType
 
 from exp.errors import Interrupted, chain_of
 
-# Arguments and results of signal.signal; None is a handler that was not installed from Python.
+# A handler, as signal.signal accepts and returns it. None: the handler was not installed from Python.
 Handler = Callable[[int, FrameType | None], object] | int | None
-# Set on ranks whose launcher (exp, torchrun, SLURM) would end them with SIGKILL.
+# Environment variable of a rank. It is set if the launcher (exp, torchrun, SLURM) will kill a rank that does not exit.
 SUPERVISED = "EXP_SUPERVISED"
 # SLURM sends SIGUSR1 before the time limit of a job: #SBATCH --signal=SIGUSR1@90.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ending_signals() -> tuple[int, ...]:
-    """Return the signals that end a run. A closed terminal does not end a run under `nohup`."""
+    """Return the signals that end a run. Under `nohup`, SIGHUP is left out, so that a closed terminal is ignored."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(signum for signum in ENDING if not (is_kept and signum == signal.SIGHUP))
 
 
 def install_handler(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    """Install a handler for the signals that end a run, permanently."""
+    """Install a handler for all signals that end a run. Previous handlers are not restored."""
     for signum in ending_signals():
         signal.signal(signum, handler)
 
@@ -36,10 +36,13 @@ def install_handler(handler: Callable[[int, FrameType | None], None] | signal.Ha
 def handle_signals(
     handler: Callable[[int, FrameType | None], None], *, over: tuple[Handler, ...] | None = None
 ) -> Iterator[None]:
-    """Handle the signals that end a run during the context. Outside the main thread it does nothing.
+    """Install a handler for the signals that end a run, and restore the previous handlers after the context.
+
+    Outside the main thread, the context has no effect.
 
     Args:
-        over: Handlers that are replaced. None: all.
+        handler: Handler to install.
+        over: Replace only these previous handlers. None: replace all.
     """
     before: dict[int, Handler] = {}
     if threading.current_thread() is threading.main_thread():
@@ -57,10 +60,10 @@ def handle_signals(
 
 
 class SignalFlag:
-    """Handlers that remember the first signal, and let the second one end the process.
+    """Signal handlers that record the first signal. A second signal ends the process.
 
     Attributes:
-        received: Number of the first signal. None: no signal yet.
+        received: Number of the first signal. None: no signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ class SignalFlag:
         self._before: dict[int, Handler] = {}
 
     def install(self) -> None:
-        """Install the handlers. Outside the main thread it does nothing."""
+        """Install the handlers. Outside the main thread, do nothing."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self.received = None
@@ -78,7 +81,10 @@ class SignalFlag:
                 self._before[signum] = signal.signal(signum, self._remember)
 
     def restore(self) -> None:
-        """Restore the earlier handlers, except where others were installed since. Safe to call twice."""
+        """Restore the previous handlers. A handler that other code has installed since `install` is kept.
+
+        This method may be called several times.
+        """
         while self._before:
             signum, handler = self._before.popitem()
             own = signal.SIG_DFL if self.received is not None and not _is_interactive() else self._remember
@@ -94,22 +100,25 @@ class SignalFlag:
                     signal.signal(other, signal.SIG_DFL)
             return
         if _is_supervised():
-            return  # a rank gets the signal twice: from the cluster and from its launcher
-        # Only in a notebook, where the end of the process would lose all variables.
+            return  # a rank gets each signal twice: from the cluster and from its launcher
+        # Raised only in a notebook, because the end of the process would lose all variables.
         raise Interrupted(signum=signum, checkpoint=None)
 
 
 def _is_supervised() -> bool:
-    """Return whether a launcher ends this process with SIGKILL if it does not exit."""
+    """Return whether a launcher will kill this process if it does not exit."""
     return SUPERVISED in os.environ
 
 
 @contextmanager
 def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
-    """Raise Interrupted at a signal during the context, in which there is nothing to save.
+    """Raise Interrupted in the context when a signal arrives.
 
-    Yields the exceptions that it raised; see `find_interruption`. From the first batch to the last, Stopping replaces
-    the handlers. Lightning turns KeyboardInterrupt into SystemExit, and ignores SIGINT afterwards (2.6.6).
+    Use it while there is no state to save. From the first to the last batch, the callback Stopping replaces the
+    handlers. KeyboardInterrupt is not used, because Lightning 2.6.6 turns it into SystemExit and then ignores SIGINT.
+
+    Yields:
+        List of the raised exceptions, for `find_interruption`.
     """
     raised: list[Interrupted] = []
 
@@ -117,17 +126,19 @@ def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
         raised.append(Interrupted(signum=signum, checkpoint=None))
         raise raised[-1]
 
-    # Ranks have other handlers.
+    # Only default handlers are replaced, because ranks have their own.
     with handle_signals(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         yield raised
 
 
 def find_interruption(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
-    """Return the interruption that OmegaConf or Lightning replaced by another error, or the error itself.
+    """Return the Interrupted in the chain of causes of an error; the error itself if there is none.
+
+    OmegaConf and Lightning may catch Interrupted and raise another error.
 
     Args:
-        error: The caught exception.
-        raised: The exceptions of the signal handler.
+        error: Caught exception.
+        raised: Exceptions that the signal handler raised.
     """
     return next((cause for cause in chain_of(error) if any(cause is one for one in raised)), error)
 

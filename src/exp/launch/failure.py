@@ -1,6 +1,7 @@
-"""The reason why a rank ended: the rank writes it as a JSON file, and the process that started the rank reads it.
+"""The reason why a rank failed.
 
-A rank that dies ends its peers, which report "connection closed". The first cause is found among all reports.
+A rank writes the reason to a JSON file. The process that started the rank reads the file. If one rank dies, the other
+ranks fail with "connection closed", so the first cause must be found among the failures of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from exp.errors import ConfigError, ErrorDetails, ExpError, Interrupted, RankErr
 from exp.files import write_atomic
 from exp.redaction import redact
 
-# Messages of gloo, NCCL and torch's stores if a peer has ended or does not come (seen in torch 2.13).
+# Messages of gloo, NCCL and torch's stores if another rank has ended or does not respond (seen in torch 2.13).
 PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|gloo/transport|socket ?timeout|"
     r"ncclRemoteError|ncclSystemError|remote process exited|wait timeout|watchdog caught|"
@@ -39,17 +40,22 @@ class Failure:
     """The reason why one rank failed.
 
     Attributes:
-        rank: The rank.
-        time: Time of the failure in seconds since the epoch, on the clock of its machine.
-        kind: config (an error in the config), known (an ExpError), bug (any other exception), peer (a collective that
-            failed because of another rank), death (a signal, or an exit without a message), hang (a step took longer
-            than runtime.step_timeout), interrupted.
-        reason: The reason in one line, as the rest of a sentence about the rank.
-        detail: A traceback, a stack or the end of a log. Empty for known errors.
+        rank: Global rank.
+        time: Time of the failure in seconds since the epoch, by the clock of the rank's machine.
+        kind: Kind of failure.
+            "config": an error in the config.
+            "known": another ExpError.
+            "bug": any other exception.
+            "peer": a collective failed because of another rank.
+            "death": the rank was killed, or exited without a message.
+            "hang": a step took longer than runtime.step_timeout.
+            "interrupted": a signal ended the run.
+        reason: Reason in one line, as the end of a sentence about the rank.
+        detail: Traceback, stack or end of a log. Empty for known errors.
         exit_status: Exit status of the rank.
-        errors: Errors in the config, as mappings.
-        signum: Signal that interrupted the rank.
-        checkpoint: Checkpoint that an interrupted rank saved.
+        errors: Errors in the config, as fields of ErrorDetails.
+        signum: Signal that interrupted the rank. None: the rank was not interrupted.
+        checkpoint: Checkpoint that an interrupted rank saved. None: it saved none.
     """
 
     rank: int
@@ -63,7 +69,7 @@ class Failure:
     checkpoint: str | None = None
 
     def error(self) -> ExpError:
-        """Return the exception that the parent raises for the failure."""
+        """Return the exception to raise for this failure in the process that started the ranks."""
         if self.kind == "interrupted" and self.signum is not None:
             return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
         if self.kind == "config" and self.errors:
@@ -74,7 +80,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """Return the failure of a rank that an exception ends."""
+    """Return the failure that describes the exception that ended a rank."""
     failure = partial(Failure, rank=rank, time=time.time())
     if isinstance(error, Interrupted):
         status, saved = error.exit_status, error.checkpoint
@@ -82,7 +88,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
     if isinstance(error, UserCodeError):
-        # Its cause decides the kind: another attempt may succeed, and a peer may have failed first.
+        # The kind depends on the cause, because a restart may succeed and another rank may have failed first.
         kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
         detail = redact(f"{error.what}\n{error.frames}".rstrip())
         return failure(kind=kind, reason=redact(f"failed with {error.cause}"), detail=detail)
@@ -97,7 +103,13 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
 
 
 def death(*, rank: int, returncode: int, detail: str) -> Failure:
-    """Return the failure of a rank that wrote none. returncode: As of subprocess, -9 after SIGKILL."""
+    """Return the failure of a rank that ended without writing a failure.
+
+    Args:
+        rank: Global rank.
+        returncode: Return code as in subprocess, such as -9 after SIGKILL.
+        detail: End of the rank's output.
+    """
     kind: Kind = "death"
     if returncode < 0:
         names = {int(one): one.name for one in signal.Signals}
@@ -112,12 +124,12 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
 
 
 def write_failure(failure: Failure, directory: Path) -> None:
-    """Write a failure whole or not at all."""
+    """Write the failure of a rank atomically to the folder that the launcher reads."""
     write_atomic(directory / f"rank{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
 def read_failure(directory: Path, *, rank: int) -> Failure | None:
-    """Return the failure that a rank wrote. Return None if it wrote none."""
+    """Return the failure that a rank wrote; None if the file does not exist."""
     path = directory / f"rank{rank}.json"
     if not path.is_file():
         return None
@@ -125,12 +137,12 @@ def read_failure(directory: Path, *, rank: int) -> Failure | None:
 
 
 def hang_file(directory: Path, *, rank: int) -> Path:
-    """Return the file to which faulthandler writes the stacks of a rank that hangs."""
+    """Return the path of the file to which faulthandler writes the stacks of a rank that hangs."""
     return directory / f"rank{rank}.hang"
 
 
 def read_hang(directory: Path, *, rank: int) -> Failure | None:
-    """Return the failure of a rank that was ended because it hung. Return None for any other rank."""
+    """Return the failure of a rank that was killed because a step hung; None for any other rank."""
     path = hang_file(directory, rank=rank)
     stacks = path.read_text(encoding="utf-8", errors="replace").rstrip() if path.is_file() else ""
     if not stacks:
@@ -143,26 +155,29 @@ def read_hang(directory: Path, *, rank: int) -> Failure | None:
 
 
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
-    """Return the failure that caused the others.
+    """Return the failure that caused the other failures.
 
-    A death or a hang comes before a report, because peers report it before the parent sees it. Among reports the
-    earliest counts. A failure because of a peer counts if there is no other. If a peer did not come, one of the silent
-    ranks is named.
+    The choice depends on the kinds of failure, in this order:
+
+    1. The earliest death, or else a hang. Other ranks report exceptions because of a death, so exceptions come later.
+    2. The earliest exception: "config", "known" or "bug".
+    3. The earliest interruption.
+    4. The earliest "peer". If the rank waited for another rank in vain, the returned failure names a silent rank.
 
     Args:
-        failures: At least one failure.
-        silent: Ranks that had neither ended nor reported when the first failure was seen.
+        failures: Failures of ranks, at least one.
+        silent: Ranks that had neither ended nor written a failure when the first failure was detected.
     """
     hangs = [failure for failure in failures if failure.kind == "hang"]
     deaths = [failure for failure in failures if failure.kind == "death"]
     reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if hangs and not deaths:
-        # A rank that waits for the others in a collective hangs, too. The stacks distinguish them.
+        # All stacks are shown, because ranks that wait in a collective for the hanging rank hang, too.
         stacks = "\n".join(failure.detail for failure in hangs)
         return dataclasses.replace(min(hangs, key=lambda failure: failure.time), detail=stacks)
     if deaths or reports:
         return min(deaths or reports, key=lambda failure: failure.time)
-    # After a signal to one rank its peers fail.
+    # Interruptions come first, because the other ranks fail after a signal to one rank.
     first = min(failures, key=lambda failure: (failure.kind == "peer", failure.time))
     if first.kind == "peer" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(map(str, silent))

@@ -1,8 +1,11 @@
-"""Processes for the jobs of a sweep, forked from a server that has imported torch, Lightning and exp.
+"""Processes for the jobs of a sweep.
 
-A forked process starts in about 20 ms instead of seconds. What a job does to its process (seeds, threads, environment,
-exit) does not reach the sweep or other jobs. The server is the fork server of the standard library. It imports no code
-of users and initializes no CUDA. Only Linux permits forks of such a process: elsewhere each job is a new interpreter.
+A process is forked from a server that has imported torch, Lightning and exp, so it starts in about 20 ms instead of
+seconds. Jobs run in separate processes, so that their seeds, threads, environment and exit do not affect the sweep or
+other jobs.
+
+The server is the fork server of Python's standard library. It imports no code of users and does not initialize CUDA.
+On other systems than Linux, such a process cannot be forked safely, and each job starts a new interpreter.
 """
 
 from __future__ import annotations
@@ -34,25 +37,28 @@ from exp.launch.supervision import POLL_SECONDS, collect_signals
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
-# A socket's path has at most 107 bytes. multiprocessing adds 32 to the folder of temporary files (Python 3.11).
+# The limit for the folder of temporary files. The path of a socket has at most 107 bytes, and multiprocessing appends
+# 32 bytes to the folder (Python 3.11).
 MAX_FOLDER_BYTES = 70
 CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 
 
 class Died(Exception):
-    """A process ended without a result. The message states how, such as `was killed by SIGSEGV`."""
+    """Raised if a process ended without a result. The message is the reason, such as `was killed by SIGSEGV`."""
 
 
 class JobProcess(Generic[Result]):
-    """A process that runs a generator function. The function and its arguments are pickled.
+    """A process that runs a generator function and sends each yielded value to this process.
 
     Args:
-        output: The file to which standard output and error are appended. None is the output of this process.
-        environment: Variables in addition to those of this process.
+        function: Generator function. The function and its arguments must be picklable.
+        *arguments: Arguments of the function.
+        output: File to which standard output and standard error are appended. None: the output of this process.
+        environment: Environment variables in addition to those of this process.
 
     Attributes:
-        values: The results that have arrived. The caller may remove them.
-        died: How the process ended. None while it runs.
+        values: Values that have arrived. The caller may remove them from the list.
+        died: Exception that states how the process ended. None: the process is running.
     """
 
     def __init__(
@@ -73,13 +79,13 @@ class JobProcess(Generic[Result]):
             try:
                 self._process.start()
                 self._pidfd = _pidfd(self._process.pid)
-            except (EOFError, ConnectionError):  # the server ends when it cannot fork
+            except (EOFError, ConnectionError):  # the server ends if it cannot fork
                 self.died = Died("could not be started: the system permits no more processes, or no more memory")
             except OSError as error:  # no descriptor is left, or the server's socket was removed
                 self.died = Died(f"could not be started: {describe_exception(error)}")
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process if it still runs."""
+        """Send a signal to the process if it is running."""
         if self.died is not None:
             return
         with suppress(ProcessLookupError):
@@ -90,7 +96,7 @@ class JobProcess(Generic[Result]):
                 os.kill(self._process.pid, signum)
 
     def kill(self) -> None:
-        """Kill the process and its children if it still runs, and wait for its end."""
+        """Kill the process and its children if it is running, and wait until it has ended."""
         if self.died is None:
             self.signal(signal.SIGKILL)
             wait_for([self._end])
@@ -98,32 +104,32 @@ class JobProcess(Generic[Result]):
 
     @property
     def handles(self) -> list[Connection | int]:
-        """Handles for `multiprocessing.connection.wait`: one is ready when a result arrives or the process ends."""
+        """Handles for `multiprocessing.connection.wait`. It returns when a value arrives or the process ends."""
         if self.died is not None:
             return []
         return [self._end, *([] if self._results.closed else [self._results])]
 
     @property
     def _end(self) -> int:
-        """The handle that is ready when the process has ended."""
+        """Handle that is ready when the process has ended."""
         return self._process.sentinel if self._pidfd is None else self._pidfd
 
     def receive(self) -> None:
-        """Receive the results that have arrived, and release a process that has ended."""
+        """Append the values that have arrived to `values`. If the process has ended, set `died` and free resources."""
         if self.died is not None:
             return
         has_ended = bool(wait_for([self._end], 0))
         if has_ended:
             assert self._process.pid is not None
-            with suppress(ProcessLookupError, PermissionError):  # macOS reports the latter for a group of zombies
+            with suppress(ProcessLookupError, PermissionError):  # macOS raises PermissionError for a group of zombies
                 os.killpg(self._process.pid, signal.SIGKILL)
         try:
             while not self._results.closed and self._results.poll():
                 self.values.append(self._results.recv())
-        except (EOFError, ConnectionError):  # the process was killed, perhaps while it wrote
+        except (EOFError, ConnectionError):  # the process was killed, perhaps while it sent a value
             self._results.close()
         if has_ended:
-            self._process.join()  # the server reports the status; 255 if it has ended
+            self._process.join()  # the server reports the exit status; if the server has ended, the status is 255
             assert self._process.exitcode is not None
             self.died = Died(death(rank=0, returncode=self._process.exitcode, detail="").reason)
             self._process.close()
@@ -133,9 +139,9 @@ class JobProcess(Generic[Result]):
 
 
 def _pidfd(pid: int | None) -> int | None:
-    """Return a descriptor that is ready when a process ends, even after the server. Return None without one.
+    """Return a file descriptor that is ready when a process ends; None if the system does not support it.
 
-    multiprocessing learns of the end from the server, and takes the end of the server for the end of all processes.
+    The sentinel of multiprocessing is not sufficient, because it is also ready when the fork server ends.
     """
     assert pid is not None
     if sys.platform != "linux":
@@ -147,7 +153,7 @@ def _pidfd(pid: int | None) -> int | None:
 
 
 class _Descriptor:
-    """A file descriptor of this process. A new process receives the number of a duplicate instead."""
+    """A file descriptor to pass to a new process. In the new process, it is the number of a duplicated descriptor."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -162,9 +168,16 @@ def _detach(duplicate: Any) -> int:
 
 
 def start_server(module: str) -> None:
-    """Start the server, which imports a module, unless it runs. Return before the import is done.
+    """Start the fork server if it is not running. The function returns before the server has finished its imports.
 
-    A cluster signals all processes of a job. The server blocks these signals, so that the jobs can save their state.
+    The server blocks the signals that end a run. A cluster sends them to all processes of a job, and the server must
+    continue until the jobs have saved their state.
+
+    Args:
+        module: Module that the server imports.
+
+    Raises:
+        RunError: The server cannot be started.
     """
     if sys.platform != "linux":
         return
@@ -176,7 +189,7 @@ def start_server(module: str) -> None:
     try:
         if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
             tempfile.tempdir = "/tmp"
-        # Otherwise the server starts the tracker, which unblocks signals (Python 3.11).
+        # The resource tracker is started first, because starting it unblocks signals (Python 3.11).
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         os.environ.update(variables)
@@ -192,19 +205,33 @@ def start_server(module: str) -> None:
 
 
 def wait(processes: Sequence[JobProcess[Any]], timeout: float) -> None:
-    """Wait at most `timeout` seconds for a result or the end of a process, and receive all results."""
+    """Wait until a value arrives or a process ends, and receive the values of all processes.
+
+    Args:
+        processes: Processes to wait for.
+        timeout: Largest waiting time in seconds.
+    """
     wait_for([handle for process in processes for handle in process.handles], timeout)
     for process in processes:
         process.receive()
 
 
 def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tuple[list[Result], Died]:
-    """Return the results of a generator function in a new process, and how the process ended.
+    """Run a generator function in a new process until the process ends.
 
-    The first signal that ends a run is passed on to the process, the second kills it.
+    If this process receives a signal that ends a run, the signal is passed on to the new process. A second signal kills
+    the new process.
+
+    Args:
+        function: Generator function.
+        *arguments: Arguments of the function.
+
+    Returns:
+        The values that the function yielded.
+        Exception that states how the process ended.
 
     Raises:
-        Interrupted: A signal has arrived before the process started.
+        Interrupted: A signal arrived before the process started.
     """
     with collect_signals() as received:
         if received:
@@ -223,11 +250,15 @@ def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tu
 
 
 def call(function: Callable[..., Result], *arguments: object) -> Result:
-    """Return the result of a function in a new process. Signals are passed on as by `collect`.
+    """Call a function in a new process, and return its result. Signals are passed on as in `collect`.
+
+    Args:
+        function: Function to call.
+        *arguments: Arguments of the function.
 
     Raises:
         Died: The process ended without a result.
-        Interrupted: A signal ended the process, or has arrived before its start.
+        Interrupted: A signal ended the process, or arrived before the process started.
     """
     with collect_signals() as received:
         values: list[Result]
@@ -250,11 +281,21 @@ def _work(
     streams: Sequence[int],
     variables: Mapping[str, str],
 ) -> NoReturn:
-    """Run the function in the new process and end it by os._exit: threads of libraries may prevent a normal exit."""
+    """Run the generator function in the new process, and end the process.
+
+    The process ends by os._exit, because threads of libraries may prevent a normal exit.
+
+    Args:
+        function: Generator function.
+        arguments: Arguments of the function.
+        results: Connection to send the yielded values.
+        streams: File descriptors for standard output and standard error.
+        variables: Environment variables of the process.
+    """
     status = 1
     try:
-        gc.freeze()  # a collection would copy the memory of all imported modules
-        os.setsid()  # signals of the terminal arrive from the sweep alone, and the children form a group
+        gc.freeze()  # otherwise a garbage collection would copy the memory of all imported modules
+        os.setsid()  # only the sweep passes signals of the terminal on, and killpg also kills the children
         _end_with_parent()
         os.environ.clear()
         os.environ.update({**variables, SUPERVISED: "1"})
@@ -272,7 +313,10 @@ def _work(
 
 
 def _attach(descriptors: Sequence[int]) -> None:
-    """Replace standard input, output and error. Output is written line by line: a process may end at any moment."""
+    """Replace standard input, standard output and standard error by file descriptors.
+
+    Output is flushed after each line, because the process may be killed at any moment.
+    """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -283,9 +327,10 @@ def _attach(descriptors: Sequence[int]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have this process and its children killed when the process that asked for them ends, even by SIGKILL.
+    """Make the kernel kill this process and its children when the parent ends, even if the parent ends by SIGKILL.
 
-    That process holds one end of a pipe. When the end is closed, the kernel signals the group, whatever it executes.
+    On Linux, the parent has one end of a pipe. When the parent ends, the pipe is closed, and the kernel sends SIGKILL
+    to the process group. On other systems, a thread waits for the end of the parent.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
-"""Start a frozen run with a new interpreter for each rank, and watch the ranks until all have ended.
+"""Start a process for each rank of a frozen run, and wait until all ranks have ended.
 
-Each rank is `python -m exp.worker DIRECTORY`, which reads the frozen config. `in_process` decides whether a run needs
-such processes.
+Each rank runs `python -m exp.worker DIRECTORY`, which reads the frozen config. `in_process` returns whether a run can
+train in the current process instead.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from exp.launch.supervision import Grace, collect_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-# Kinds of failures that a restart would repeat.
+# Kinds of failures after which ranks are not restarted, because the failure would be repeated or was requested.
 FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
 
 
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
-    """Return whether a run needs no other process: it has one rank, no process group, no restarts and no time limit.
+    """Return whether a run can train in this process.
 
-    step_timeout: Value of runtime.step_timeout. The launcher reports a process that hangs.
+    It can if the run has one rank, no process group, no restarts and no time limit of a step.
+
+    Args:
+        placement: Ranks of the run.
+        max_restarts: Value of launch.max_restarts.
+        step_timeout: Value of runtime.step_timeout. If it is set, a launcher is needed to report a process that hangs.
     """
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 
@@ -49,20 +54,21 @@ def launch(
     resume: Path | None = None,
     allow: Sequence[str] = (),
 ) -> None:
-    """Start the ranks of a frozen run on this machine, and return when all of them have ended well.
+    """Start all ranks of a frozen run on this machine, and wait until all have ended successfully.
 
     Args:
         directory: Run directory.
-        placement: Its ranks.
-        max_restarts: How often all ranks are started again from checkpoints/last.ckpt after one of them died.
-        threads: Threads of each rank's operators. None divides the cores.
-        grace_seconds: Time that ranks have to save and leave after a signal; see `Grace`.
-        worker: Module that a rank runs.
-        resume: Checkpoint to resume from, instead of the config's.
-        allow: Packages of `security.allow`, which a rank does not read in its frozen config.
+        placement: Ranks of the run.
+        max_restarts: Largest number of restarts. After a rank died, all ranks are started again and resume from
+            checkpoints/last.ckpt.
+        threads: Number of intra-op threads of each rank. None: the CPU cores are divided over the ranks.
+        grace_seconds: Time in seconds for the ranks to save and exit after a signal; see `Grace`.
+        worker: Module that each rank runs.
+        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+        allow: Packages of `security.allow`. A rank ignores this key in its frozen config.
 
     Raises:
-        RankError: A rank failed. The error has the message of the first failing rank.
+        RankError: A rank failed. The error describes the rank that failed first.
         ConfigError: A rank found an error in the config.
         Interrupted: This process or a rank received SIGINT, SIGTERM, SIGHUP or SIGUSR1.
         RunError: The run has several nodes, or the run directory cannot be written.
@@ -84,7 +90,7 @@ def launch(
             return
         if failure.kind in FINAL or restart >= max_restarts:
             raise failure.error()
-        # The report of this attempt does not describe the next one.
+        # The report of this attempt is removed, because it does not describe the restarted run.
         (directory / "report.json").unlink(missing_ok=True)
         resume = last_checkpoint(directory) or resume
         log.warning(
@@ -94,11 +100,13 @@ def launch(
 
 
 def requeue(error: BaseException, *, most: int | None = None) -> None:
-    """Let SLURM start this job again if SIGUSR1 announced the end of its time, as Lightning's SLURMEnvironment does.
+    """Requeue this job in SLURM if the run ended because of SIGUSR1, which SLURM sends before the time limit.
+
+    Lightning's SLURMEnvironment requeues jobs in the same way.
 
     Args:
         error: Error that ended the run.
-        most: How often a job may be started again. None is no limit.
+        most: Largest number of restarts of the job. None: no limit.
     """
     if not isinstance(error, Interrupted) or error.signum != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
         return
@@ -119,12 +127,12 @@ def requeue(error: BaseException, *, most: int | None = None) -> None:
 
 
 def allow_flags(packages: Sequence[str]) -> list[str]:
-    """Return the arguments of exp.worker that allow packages."""
+    """Return the command-line arguments `--allow PACKAGE` of exp.worker for packages."""
     return [word for package in packages for word in ("--allow", package)]
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """Return checkpoints/last.ckpt of a run directory. Return None if it does not exist."""
+    """Return the path of checkpoints/last.ckpt in a run directory; None if the file does not exist."""
     last = directory / LAST_CHECKPOINT
     return last if last.is_file() else None
 
@@ -158,7 +166,7 @@ def _once(
             last = last_checkpoint(directory)
             saved = None if last is None else str(last)
             if failure is None and received:
-                # The run completed before the signal arrived. The caller has to end as well.
+                # The run completed before the signal arrived. The error is raised to end the caller, too.
                 raise Interrupted(signum=received[0], checkpoint=saved)
             if failure is not None and failure.kind == "hang" and directory.is_dir():
                 with (directory / "train.log").open("a", encoding="utf-8") as file:
@@ -167,7 +175,7 @@ def _once(
                 return dataclasses.replace(failure, checkpoint=saved)
             return failure
     finally:
-        # The run directory may have been removed.
+        # Errors are ignored, because the run directory may have been removed.
         shutil.rmtree(exchange, ignore_errors=True)
 
 

@@ -1,4 +1,7 @@
-"""The life of a rank's process: it ends with its parent, reports why it failed, and leaves together with its peers."""
+"""Run a rank in its process.
+
+The process ends if its parent ends, writes the reason of a failure, and exits together with the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def live(body: Callable[[Rank], None]) -> NoReturn:
-    """Run `body` as the rank of this process, and end the process.
+    """Run a function as the rank of this process, and end the process.
 
-    Exit status: 0 done, 1 failed, 2 an error in the config, 129, 130 and 143 interrupted with the state saved. The
-    process ends by os._exit, because threads of collectives may keep an interpreter from ending, or abort it (seen with
+    The exit status is 0 on success, 1 after a failure, 2 after an error in the config, and 128 + n after signal n.
+
+    The process ends by os._exit, because threads of collectives may prevent a normal exit or abort it (seen with
     DTensor).
+
+    Args:
+        body: Function to run. It is called with the rank.
     """
     status = 1
     with survive_output_errors():
@@ -46,7 +53,11 @@ def live(body: Callable[[Rank], None]) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process by os._exit. After success, first run what libraries registered (an upload, a flush)."""
+    """End this process by os._exit.
+
+    Args:
+        status: Exit status. If it is 0, the functions registered by atexit run first, such as uploads of libraries.
+    """
     try:
         if status == 0:
             run_exit_functions()
@@ -75,7 +86,11 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 
 
 def _report(error: BaseException, *, rank: Rank) -> int:
-    """Report the error that ends this rank to exp's launcher or torchrun, and on stderr. Return the exit status."""
+    """Report the error that ended this rank, and return the exit status.
+
+    The error is written for exp's launcher or torchrun. It is also printed on standard error, unless exp's launcher
+    prints it on the same terminal.
+    """
     failure = failure_of(error, rank=rank.global_rank)
     status, detail = failure.exit_status, failure.detail
     if EXCHANGE in os.environ:
@@ -91,22 +106,28 @@ def _report(error: BaseException, *, rank: Rank) -> int:
 
         handler = get_error_handler()
         handler.initialize()
-        handler.record_exception(error)  # torchrun shows it at its end
+        handler.record_exception(error)  # torchrun shows the exception when it ends
     print(f"rank {failure.rank} {failure.reason}\n{detail}".rstrip(), file=sys.stderr)
     return status
 
 
 def hang_path(directory: Path, *, rank: Rank) -> Path:
-    """Return the file for the stacks of a rank that hangs: exp's launcher reads it. Without a launcher: train.log."""
+    """Return the path of the file for the stacks of a rank that hangs.
+
+    If exp's launcher started the rank, the launcher reads the file. Otherwise, the file is train.log.
+    """
     if EXCHANGE in os.environ:
         return hang_file(Path(os.environ[EXCHANGE]), rank=rank.global_rank)
     return directory / "train.log"
 
 
 def _install_first_handlers(early: list[Interrupted]) -> None:
-    """Let signals end a rank at once, until the engine installs its handlers: there is no state to save yet.
+    """Install signal handlers that raise Interrupted at once, because there is no state to save yet.
 
-    early: Receives the exceptions that were raised.
+    The engine replaces these handlers when the training starts.
+
+    Args:
+        early: List to which the raised exceptions are appended.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -114,17 +135,21 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         raise early[-1]
 
     install_handler(leave)
-    # Ray starts processes with SIGINT blocked.
+    # Unblocked, because Ray starts processes with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process end when its parent ends, even by SIGKILL."""
+    """Make this process end when its parent ends, even if the parent ends by SIGKILL.
+
+    Args:
+        parent: Process id of the parent.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # The parent may have ended before.
+    # The parent may have ended before the request above.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Start a new interpreter for each rank of one machine, in a clean environment and a separate session."""
+"""Start a process for each rank on this machine, with a clean environment and a separate session."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from exp.signals import SUPERVISED
 from exp.strategies.rank import STORE
 
-# The process that started a rank, and the folder to which ranks write their failures.
+# Environment variables of a rank: the id of the process that started it, and the folder to which it writes failures.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
-# The parent's sys.path, one folder on each line. PYTHONPATH would put its folders before the standard library, and
-# Python would run a sitecustomize.py in them.
+# Environment variable with sys.path of the parent, one folder per line. PYTHONPATH is not used for two reasons: its
+# folders come before the standard library, and Python runs a sitecustomize.py in them.
 IMPORT_PATH = "EXP_IMPORT_PATH"
 BOOTSTRAP = (
     "import os, runpy, sys; "
@@ -25,7 +25,7 @@ BOOTSTRAP = (
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
-# Variables of another job, from which a rank would read a wrong rank.
+# Environment variables that are not passed on, because a rank would read the rank of another job from them.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -38,7 +38,13 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """A started rank. log: File of its output. None for rank 0, which prints on the terminal of its parent."""
+    """The process of a started rank.
+
+    Args:
+        rank: Global rank.
+        process: Process of the rank.
+        log: File of the rank's output. None: rank 0, which prints on the terminal.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -48,9 +54,17 @@ class RankProcess:
 def rank_environment(
     *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a rank: that of this process without variables of other jobs, and torchrun's names.
+    """Return the environment variables of a rank.
 
-    threads: Threads of each rank's operators. None keeps OMP_NUM_THREADS, or divides the cores if it is not set.
+    They are the variables of this process without those of other jobs, and the variables that torchrun would set.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        exchange: Folder to which ranks write their failures.
+        threads: Number of intra-op threads of each rank. None: OMP_NUM_THREADS is kept. If it is not set, the CPU cores
+            are divided over the ranks.
+        outer: Variables of this process.
     """
     environment = {
         name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
@@ -63,7 +77,7 @@ def rank_environment(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
-        # No process listens there, because the process group meets in a file. Libraries read these variables.
+        # These addresses are set only for libraries that read them. The process group uses a file instead of a port.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "TORCHELASTIC_RUN_ID": exchange.name,
@@ -79,7 +93,17 @@ def rank_environment(
 def start_ranks(
     *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
 ) -> list[RankProcess]:
-    """Start the ranks. Rank 0 prints on the output of this process, rank n to train.rank<n>.log."""
+    """Start all ranks. If one cannot be started, the others are killed.
+
+    Rank 0 prints to the output of this process. Rank n prints to train.rank<n>.log.
+
+    Args:
+        directory: Run directory.
+        world_size: Number of ranks.
+        exchange: Folder to which ranks write their failures.
+        threads: Number of intra-op threads of each rank; see `rank_environment`.
+        command: Module to run, and its arguments.
+    """
     started: list[RankProcess] = []
     try:
         for rank in range(world_size):
@@ -95,7 +119,7 @@ def start_ranks(
 
 
 def import_path() -> list[str]:
-    """Return the folders from which this process imports, in order, so that ranks find the same modules."""
+    """Return the existing folders of sys.path as absolute paths, so that ranks import the same modules."""
     folders = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
     return [folder for folder in folders if os.path.exists(folder) and "\n" not in folder]
 

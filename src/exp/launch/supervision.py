@@ -1,4 +1,7 @@
-"""Watch the ranks of one launch until all have ended. A failure ends the others, and a signal is passed on once."""
+"""Wait until all ranks of a launch have ended.
+
+If one rank fails, the other ranks are ended. A signal to this process is passed on to the ranks once.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ from exp.launch.spawn import RankProcess
 from exp.signals import handle_signals
 
 POLL_SECONDS = 0.05
-# Time for the peers of a failed rank to report, and to leave after SIGTERM.
+# Times in seconds to wait after a failure: for failures of the other ranks, for the cause of a "peer" failure or a
+# hang, and for ranks to exit after SIGTERM.
 SETTLE_SECONDS = 0.5
 PEER_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
-# The end of a log that is read, and the part of it that an error shows. A stack of faulthandler has up to 100 lines.
+# The number of bytes to read at the end of a log, and the number of lines in an error message. A stack of faulthandler
+# has up to 100 lines.
 LOG_BYTES, LOG_LINES = 20_000, 40
 
 
 class _Collector:
-    """A handler that keeps every signal."""
+    """A signal handler that appends each signal to the list `received`."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -37,9 +42,10 @@ class _Collector:
 
 @contextmanager
 def collect_signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run, and restore the handlers at the end. Outside the main thread collect none.
+    """Collect the signals that end a run in a list, and restore the previous handlers after the context.
 
-    A nested call yields the list of the outer call, which therefore has every signal.
+    Outside the main thread, no signals are collected. A nested context yields the list of the outer context, so that
+    the list contains all signals.
     """
     before = signal.getsignal(signal.SIGTERM)
     if isinstance(before, _Collector) and threading.current_thread() is threading.main_thread():
@@ -51,12 +57,13 @@ def collect_signals() -> Iterator[list[int]]:
 
 
 class Grace:
-    """The time that ranks have after a signal to save and to leave together.
+    """The time limit for ranks to save their state and exit after a signal.
 
-    A rank that waits in a collective for a rank that hangs handles no signal, because its handlers run in Python.
+    The limit is needed because a rank may wait in a collective for a rank that hangs. Such a rank cannot handle the
+    signal, because Python's signal handlers run only between operations of Python.
 
     Args:
-        seconds: Time after the signal, extended while files of a checkpoint grow.
+        seconds: Time limit in seconds. It starts again while files of checkpoints grow.
         checkpoints: Folder of the checkpoints.
     """
 
@@ -67,14 +74,14 @@ class Grace:
         self._ends: float | None = None
 
     def begin(self) -> None:
-        """Begin the time, unless it has begun."""
+        """Start the time limit. Further calls have no effect."""
         if self._ends is None:
             self._written = self._file_sizes()
             self._ends = time.monotonic() + self.seconds
 
     @property
     def is_over(self) -> bool:
-        """Return whether the time has begun and ended."""
+        """Return whether the time limit has passed. If files of checkpoints have grown since, start the limit again."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
         before, self._written = self._written, self._file_sizes()
@@ -93,13 +100,17 @@ class Grace:
 
 
 def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
-    """Wait until every rank has ended. Return why the run failed, or None if it did not.
+    """Wait until all ranks have ended.
 
     Args:
         ranks: Started ranks.
         exchange: Folder to which ranks write their failures.
-        received: Signals that this process has received. The first is passed on, the second kills the ranks.
-        grace: Time that ranks have to leave after the first signal.
+        received: Signals that this process has received. The first signal is passed on to the ranks. A second signal
+            kills the ranks.
+        grace: Time limit for the ranks to exit after the first signal.
+
+    Returns:
+        The failure that ended the run. None: all ranks ended successfully.
     """
     passed_on = 0
     try:
@@ -131,9 +142,10 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
 def _collect_failures(
     ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace
 ) -> list[Failure]:
-    """Return the failures of the ranks, after a moment for the others once one has failed.
+    """Wait shortly after the first failure, and return the failures of all ranks.
 
-    Interrupted ranks leave together when all have saved. A report about a peer may come before the peer's death.
+    If all failures are interruptions, the wait lasts until all ranks have saved or the time limit has passed. If all
+    failures are of the kinds "peer" and "hang", the wait is longer, because the rank that caused them may die later.
     """
     seen: set[Kind] = set()
     deadline = time.monotonic()
@@ -155,7 +167,15 @@ def _collect_failures(
 
 
 def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Failure:
-    """Return the failure after a signal: an error while saving, or else an interruption."""
+    """Return the failure of a run that received a signal.
+
+    If a rank raised an error while saving, the failure is that error. Otherwise, it is an interruption.
+
+    Args:
+        failures: Failures of the ranks.
+        signum: Number of the signal.
+        late: Text about ranks that did not exit in time.
+    """
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
         return first_cause(errors, silent=())
@@ -173,7 +193,7 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Fai
 
 
 def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
-    """Return the failures of the ranks that have failed so far."""
+    """Return the failures of all ranks that have ended with an error."""
     found = []
     for rank in ranks:
         returncode = rank.process.poll()
@@ -185,7 +205,10 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
 
 
 def _early_exits(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
-    """Return the ranks that exited with status 0 if the others failed only because of a peer."""
+    """Return a failure for each rank that exited with status 0, if all other failures are of the kind "peer".
+
+    The early exit of such a rank caused the failures of the other ranks.
+    """
     if any(failure.kind != "peer" for failure in failures):
         return []
     left = [rank for rank in ranks if rank.process.poll() == 0]
@@ -193,13 +216,14 @@ def _early_exits(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> l
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:
-    """End the running ranks with their children by SIGTERM and, two seconds later, SIGKILL. Leave no zombie."""
+    """End all running ranks by SIGTERM and, LEAVE_SECONDS later, kill the ranks and their children."""
     _signal_ranks(ranks, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     for rank in ranks:
-        # The whole session, because a loader's workers outlive a killed rank. On macOS a group of zombies is refused.
+        # The whole group is killed, because workers of a loader outlive a killed rank. macOS raises PermissionError for
+        # a group of zombies.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.wait()
@@ -212,7 +236,7 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the last lines of a rank's output, for a message. Return "" without any."""
+    """Return the last lines of a rank's output for an error message; "" if there is no output."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:

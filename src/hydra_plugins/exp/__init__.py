@@ -1,1 +1,1 @@
-"""Hydra plug-ins of exp. Thin: Hydra executes these modules at every start."""
+"""Hydra plug-ins of exp. The modules import little, because Hydra imports them at every start."""

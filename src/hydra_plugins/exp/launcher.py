@@ -1,4 +1,4 @@
-"""hydra/launcher=exp, slurm and ray: the places where the jobs of a sweep run. exp.sweeps implements them."""
+"""Hydra launchers: hydra/launcher=exp (this machine), slurm and ray. exp.sweeps runs the jobs of the sweep."""
 
 # No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
 # dataclasses cannot look names up.
@@ -32,7 +32,7 @@ for name, node in nodes.items():
 
 
 class ExpLauncher(Launcher):
-    """Passes each batch of jobs to the sweep of `python -m exp.train -m`."""
+    """A Hydra launcher that passes each batch of jobs to the sweep of `python -m exp.train -m`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep
@@ -46,14 +46,14 @@ class ExpLauncher(Launcher):
 
 
 class SlurmLauncher(ExpLauncher):
-    """Jobs that submitit submits to SLURM: exp.extras.clusters.slurm."""
+    """A launcher that submits jobs to SLURM by submitit; see exp.extras.clusters.slurm."""
 
     def __init__(self, **settings: object) -> None:
         """Ignore the settings, which the sweep reads in the config."""
 
 
 class RayLauncher(ExpLauncher):
-    """Jobs on Ray: exp.extras.clusters.ray_jobs."""
+    """A launcher that runs jobs on Ray; see exp.extras.clusters.ray_jobs."""
 
     def __init__(self, **settings: object) -> None:
         """Ignore the settings, which the sweep reads in the config."""

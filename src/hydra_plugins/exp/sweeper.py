@@ -1,4 +1,4 @@
-"""hydra/sweeper=exp: a grid of lists, or a search of intervals. exp.sweeps implements it."""
+"""Hydra sweeper hydra/sweeper=exp: a grid over lists of values, or a search in intervals. exp.sweeps implements it."""
 
 # No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
 # dataclasses cannot look names up.
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 @dataclass
 class ExpSweeperConf:
     _target_: str = "hydra_plugins.exp.sweeper.ExpSweeper"
-    # Keys to their values as text, for an experiment's file.
+    # Swept values by key, as text, for sweeps that are written in the file of an experiment.
     params: Optional[Dict[str, str]] = field(default_factory=dict)  # noqa: UP006, UP045
 
 
@@ -22,7 +22,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="exp", node=ExpSweeperC
 
 
 class ExpSweeper(Sweeper):
-    """Lets the sweep of `python -m exp.train -m` create its jobs."""
+    """A Hydra sweeper that calls the sweep of `python -m exp.train -m`, which creates the jobs."""
 
     def __init__(self, params: Any = None) -> None:
         """Ignore `params`, which exp.config.hydra_adapter.swept_texts reads."""

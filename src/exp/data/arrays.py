@@ -28,7 +28,7 @@ class Arrays(Gathered):
     A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
     `target`. Nothing in a file is executed: pickles and arrays of objects are errors.
 
-    Arrays of float64, complex128 and booleans (masks) keep their dtype. Other floating numbers and bytes (pixels) become
+    Arrays of float64, complex128 and bool (masks) keep their dtype. Other floating numbers and bytes (pixels) become
     float32. Other integers (tokens, classes) become int64. A run rounds float64 to float32 unless its precision is
     fp64.
 

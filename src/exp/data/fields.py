@@ -130,7 +130,7 @@ class Fields:
         target: The column to predict. Several columns are a row of numbers `[K]`. None if there is nothing to predict.
         task: "classification", with class numbers or names of `classes` as targets, or "regression", float32 `[K]`.
         classes: The names of the classes in the order of their numbers; None if targets are numbers.
-        dtypes: The dtypes of inputs by name. An input without a dtype has the dtype of the first record.
+        dtypes: The dtypes of inputs by name. For other inputs, the rules above are applied to the first record.
         scale: The factor by which arrays of bytes are multiplied; 0.00392 maps pixels to 0 to 1.
         picture: The size, mode and normalization of pictures.
 

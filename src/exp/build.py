@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     from exp.engine.pruning import Pruning
     from exp.engine.step_watch import StepWatch
 
-# Callbacks that never change the scored weights, so that checkpointing does not need to copy the weights.
+# If a run has only callbacks of these classes, the scored weights need no copy. The callbacks do not change the
+# weights, or save an average of the weights.
 LEAVING_WEIGHTS = (
     DeviceStatsMonitor,
     EarlyStopping,

@@ -40,7 +40,7 @@ class ErrorDetails:
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. None: the fix is unknown.
         source: File and line that set the value, or the command line.
-        origins: Other keys whose source is reported instead of the source of `key`. The first key that is set is used.
+        origins: Other keys of the config. If one is set, its source is reported instead of the source of `key`.
         at: Line and column, from 1, in the forward program at `key`. None: `source` contains the position.
         subject: Name that distinguishes several errors of one key, such as a column of the data.
     """
@@ -297,7 +297,7 @@ def _unpickle(kind: type[ExpError], arguments: tuple[object, ...], state: dict[s
 
 
 class ConfigError(ExpError):
-    """One or more errors in a config. Nothing was built or written.
+    """Raised if a config has errors. Nothing was built or written.
 
     Args:
         errors: Errors of the config.

@@ -2,7 +2,7 @@
 
 The atexit handlers run, the streams are flushed, and `os._exit` ends the process. mypy exits in the same way.
 
-The teardown would free the objects of torch, Lightning and torchmetrics one by one, which takes 0.8 s of processor time
+The teardown would free the objects of torch, Lightning and torchmetrics one by one. It takes 0.8 s of processor time
 (torch 2.13, Lightning 2.6.6, two cores). The system frees the memory of a process anyway.
 """
 
@@ -50,7 +50,7 @@ def exit_without_teardown(status: int) -> int:
         status: Exit status.
 
     Returns:
-        `status`, with which the caller exits normally.
+        `status`, for the caller to exit with.
     """
     torch = sys.modules.get("torch")
     is_plain = torch is not None and is_program() and not torch.cuda.is_initialized()

@@ -191,7 +191,7 @@ def _is_pruned(parts: Parts) -> bool:
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:
-    """Return the path of the best checkpoint; None if there is none, so that the current weights are tested."""
+    """Return the path of the best checkpoint. None: it does not exist, and the current weights are tested."""
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)

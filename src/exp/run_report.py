@@ -471,7 +471,7 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
 
 
 def _write_message(ongoing: Ongoing, error: OSError) -> str:
-    """Return the message for a file of the run that cannot be written, with the command that resumes the run."""
+    """Return the message for a file of the run that cannot be written. It contains the command to resume the run."""
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
     fix = "make room" if error.errno in NO_SPACE else "make the directory writable"
     saved = last_checkpoint(ongoing.directory)
@@ -551,7 +551,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
     The value of `loss/train` is the mean over an epoch.
 
     Returns:
-        Rows with the cells: weights, metric, and the value of the metric in each stage ("" if there is none).
+        Rows with the cells: weights, metric, and the value of the metric in each stage ("" without a value).
     """
     last = dict(report.metrics)
     last.pop("loss/train", None)

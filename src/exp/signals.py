@@ -132,7 +132,7 @@ def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
 
 
 def find_interruption(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
-    """Return the Interrupted in the chain of causes of an error; the error itself if there is none.
+    """Return the Interrupted in the chain of causes of an error, or else the error itself.
 
     OmegaConf and Lightning may catch Interrupted and raise another error.
 

@@ -149,7 +149,7 @@ def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list
 
 
 def _read_mode(arguments: argparse.Namespace) -> None:
-    """Treat `hydra.mode=MULTIRUN` as -m, and `hydra.mode=RUN` as --run."""
+    """Replace the override `hydra.mode=MULTIRUN` by the flag -m, and `hydra.mode=RUN` by --run."""
     for text in list(arguments.overrides):
         key, _, word = text.lstrip("+").partition("=")
         if key == "hydra.mode" and word.lower() in ("run", "multirun"):

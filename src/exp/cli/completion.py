@@ -7,8 +7,8 @@ In every new shell:
     exp completion bash > ~/.exp-completion.bash && echo 'source ~/.exp-completion.bash' >> ~/.bashrc
     exp completion zsh > ~/.exp-completion.zsh && echo 'source ~/.exp-completion.zsh' >> ~/.zshrc
 
-It completes commands, flags, groups, options, keys of the config that the line composes, and true and false. If there
-is no completion, the shell offers files.
+The script completes commands, flags, groups, options, keys of the composed config, and the values true and false. If
+there is no completion, the shell proposes files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """python -m exp.gallery: the experiments that come with exp, each one command.
 
-    python -m exp.gallery                 all of them, with their pictures
-    python -m exp.gallery lenet           the YAML of one
+    python -m exp.gallery                 list all experiments, with the paths of their pictures
+    python -m exp.gallery lenet           print the YAML of an experiment
 
-Each has a page with a picture in docs/gallery of the repository; an installed package has the experiments alone.
+Each experiment has a page with a picture in docs/gallery of the repository. An installed package does not contain these
+pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """python -m exp.why KEY [overrides]: show the file, group, override or interpolation that set a key.
 
-python -m exp.why optimizer.lr model=mlp optimizer=sgd        every layer that set it, the effective one last
-python -m exp.why hooks debug=overfit                         the values below it, each with its source
+python -m exp.why optimizer.lr model=mlp optimizer=sgd        all files and overrides that set the key, the last wins
+python -m exp.why hooks debug=overfit                         the values below a key, each with its source
 python -m exp.why data.num_classes data=wine                  a value that the data determine
 python -m exp.why seed from_run=outputs/train/2026-01-31/12-00-00  the command of an earlier run
 """

@@ -1,4 +1,4 @@
-"""Copies of configs, as configs and as plain values."""
+"""Copy configs, and convert them to plain dicts and lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def raw_values(config: DictConfig) -> dict[str, Any]:
-    """Return the values of a config, with interpolations unresolved."""
+    """Return a config as plain dicts and lists. Interpolations are not resolved."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
 

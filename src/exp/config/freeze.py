@@ -1,8 +1,8 @@
-"""Make the run directory of one run, and write its first files.
+"""Create the run directory of a run, and write its first files.
 
-config.yaml      the resolved config that every rank reads
-overrides.yaml   the command line's overrides, a list
-provenance.json  command, git revision and diff, versions, machine
+config.yaml      resolved config, which all ranks read
+overrides.yaml   list of the overrides of the command line
+provenance.json  command, git revision and diff, package versions, machine
 """
 
 from __future__ import annotations

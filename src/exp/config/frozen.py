@@ -36,7 +36,7 @@ OUTPUT = "output.log"
 DISTRIBUTIONS = (
     "exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy",
 )  # fmt: skip
-# Hyperparameters of every run.
+# Keys that are hyperparameters of every run, also if the command line does not set them.
 ALWAYS = ("optimizer.lr", "data.batch_size", "seed")
 
 
@@ -173,13 +173,16 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect a run's numbers, without importing them."""
+    """Return the versions of Python and of the packages that affect the results of a run.
+
+    The packages are not imported.
+    """
     return {"python": platform.python_version(), **_installed_versions()}
 
 
 @functools.cache
 def _installed_versions() -> Mapping[str, str]:
-    # Reading them takes 2 ms.
+    # Cached, because reading the versions takes 2 ms.
     return {name: importlib.metadata.version(name) for name in DISTRIBUTIONS}
 
 

@@ -31,7 +31,7 @@ def fix_of_key(key: str, value: str) -> str | None:
             return fix
         if keys[key].startswith("Write monitor="):
             value = tag_of(value)
-        # A list has brackets.
+        # The template has brackets around the value. They are removed if the value is a list.
         template = keys[key].replace("[{value}]", "{value}") if value.startswith("[") else keys[key]
         return template.format(value=value, rest="")
     names = [f"{name}." for name in accumulate(key.split(".")[:-1], "{}.{}".format)]

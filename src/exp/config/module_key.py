@@ -1,4 +1,7 @@
-"""The key `module`, a LightningModule of the user, and the keys that such a run does not use."""
+"""Checks for the key `module`, by which a config trains a LightningModule of the user.
+
+A run of a module does not use keys such as `model`, `objective` and `optimizer`.
+"""
 
 from __future__ import annotations
 

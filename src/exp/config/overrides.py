@@ -47,7 +47,7 @@ TOO_DEEP = ("nested too deeply", "a value of a few levels")
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One override of the command line.
+    """An override of the command line.
 
     Args:
         text: Override as typed.

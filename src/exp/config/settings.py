@@ -71,7 +71,7 @@ Index = Annotated[int, Ge(0)]
 Number = Annotated[float, "a finite number", Predicate(math.isfinite)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Gt(0)]
-# Longer waits raise an OverflowError.
+# The limit, because Python raises an OverflowError for longer waits.
 Seconds = Annotated[float, Interval(gt=0, le=366 * 24 * 3600)]
 NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]

@@ -144,7 +144,7 @@ def history_of(config: DictConfig, key: str) -> list[Setting]:
 
 
 def layers_of(config: DictConfig) -> list[Layer]:
-    """Return the files that a config was composed of, in the order of merging."""
+    """Return the files that were merged into a config, in the order of merging."""
     return [Layer.of(text) for text in config[COMPOSITION].layers]
 
 

@@ -6,9 +6,9 @@
 3. The attribute must be a class that is defined under this name, or one of a short list of torch functions. In a listed
    package, it may also be a public alias of a class of that package.
 4. The class must be a subclass of the base that the key requires: a Module for a layer, an Optimizer for the optimizer.
-5. Functions, and class methods that make an object (`AutoModel.from_config`), are allowed for a model, a layer, a loss
-   and a data set, because exp checks the result. The package of the function must be allowed by the command line, by an
-   entry point or by the user's ./conf. Functions of torch and Lightning must be listed by name.
+5. Functions, and class methods such as `AutoModel.from_config`, are allowed for a model, a layer, a loss and a data
+   set, because exp checks the result. The package of the function must be allowed by the command line, by an entry point or
+   by the user's ./conf. Functions of torch and Lightning must be listed by name.
 
 These rules refuse names that an allowed module happens to import, such as `logging.os.system`.
 """
@@ -85,7 +85,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)+", re.ASCII)
 
 
 class TargetError(ConfigError):
-    """A `_target_` that is not allowed, or cannot be resolved."""
+    """Raised if a `_target_` is not allowed or cannot be resolved."""
 
     def __init__(self, got: str, expected: str, fix: str | None = None) -> None:
         super().__init__([ErrorDetails("_target_", got, expected, fix)])

@@ -1,4 +1,4 @@
-"""Overrides of values, applied to a composed config one by one."""
+"""Apply overrides of values to a composed config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read YAML files within limits of size, find the lines of their keys, and write YAML."""
+"""Read YAML files with limits for their size, find the lines of keys, and write YAML."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _report(error: BaseException, *, rank: Rank) -> int:
             status, detail = UNWRITABLE, f"The failure cannot be written: {second}"
         else:
             if failure.rank == 0:
-                return status  # the parent prints it on the same terminal
+                return status  # the parent prints the error on the same terminal
     elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -25,7 +25,7 @@ class ExpSweeper(Sweeper):
     """A Hydra sweeper that calls the sweep of `python -m exp.train -m`, which creates the jobs."""
 
     def __init__(self, params: Any = None) -> None:
-        """Ignore `params`, which exp.config.hydra_adapter.swept_texts reads."""
+        """Accept and ignore `params`. exp.config.hydra_adapter.swept_texts reads them from the config."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep

@@ -7,8 +7,8 @@
    package, it may also be a public alias of a class of that package.
 4. The class must be a subclass of the base that the key requires: a Module for a layer, an Optimizer for the optimizer.
 5. Functions, and class methods such as `AutoModel.from_config`, are allowed for a model, a layer, a loss and a data
-   set, because exp checks the result. The package of the function must be allowed by the command line, by an entry point or
-   by the user's ./conf. Functions of torch and Lightning must be listed by name.
+   set, because exp checks the result. The package of the function must be allowed by the command line, by an entry
+   point or by the user's ./conf. Functions of torch and Lightning must be listed by name.
 
 These rules refuse names that an allowed module happens to import, such as `logging.os.system`.
 """

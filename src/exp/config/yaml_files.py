@@ -35,8 +35,8 @@ class Position:
     """Position of the first character of a value in a file.
 
     The first character of a quoted scalar is the one after the quote. The first character of a block scalar
-    (`forward: |`) is in the line after the `|`. Line n of its text is line `line + n - 1` of the file, and the columns
-    of the text are shifted by `column - 1`.
+    (`forward: |`) is in the line after the `|`. Line n of its text is line `line + n - 1` of the file. The columns of
+    the text are shifted by `column - 1`.
 
     Args:
         file: Path of the file as shown to users.

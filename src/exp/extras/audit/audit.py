@@ -29,7 +29,7 @@ MAX_FILES = 20_000
 # An environment variable in an interpolation.
 VARIABLE = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 MAX_PICKLE_BYTES = 200_000_000
-# A dtype of Python objects in the header of a .npy file, or an escape that could hide it.
+# Matches a dtype of Python objects in the header of a .npy file, or an escape that could hide such a dtype.
 OBJECTS = re.compile(rb"O|object|\\")
 SKIPPED = (".git", "__pycache__", ".venv", "node_modules")
 CONFIGS = (".yaml", ".yml")
@@ -60,7 +60,7 @@ class Finding:
 
 @command(error_status=UNREADABLE)
 def main(argv: Sequence[str]) -> int:
-    """Print the findings. Those outside the allow list are first.
+    """Print the findings, with those outside the allow list first.
 
     Returns:
         0 without findings outside the allow list; 1 with such findings; 2 if a file cannot be read.
@@ -81,7 +81,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
-    """Return the findings of a file, or of all files below a folder. Links are not followed."""
+    """Return the findings of a file, or of all files below a folder.
+
+    Links to folders are not followed.
+    """
     if not path.exists():
         return [Finding(kind="unreadable", what="no such file or folder", where=str(path), is_outside=True)]
     root = path if path.is_dir() else path.parent
@@ -155,7 +158,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 
 
 def _leads_away(text: str) -> bool:
-    """Return whether a text is a path outside the working directory, or an address."""
+    """Return whether a text is a path outside the working directory or a URL."""
     parts = re.split(r"[/\\]", text)
     is_address = re.match(r"[a-z][a-z0-9+.-]*:(//|:)", text, re.IGNORECASE) is not None
     return is_address or ("\n" not in text and (text.startswith(("/", "~")) or ".." in parts))
@@ -172,7 +175,7 @@ def _target(dotted: Any, *, where: str, root: Path, allow: Sequence[str]) -> Fin
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:
-    """Yield the names that torch.load(weights_only=True) rejects, and pickles of other formats."""
+    """Yield a finding for each name that torch.load(weights_only=True) rejects, and for pickles of other formats."""
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             yield from _of_member(file, where=str(path))
@@ -204,7 +207,10 @@ def _of_checkpoint(path: Path) -> Iterator[Finding]:
 
 
 def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
-    """Yield a finding for a pickle with other than plain values. An array of numbers is no pickle."""
+    """Yield a finding if a pickle imports names, or is too large to check.
+
+    A NumPy file with an array of numbers contains no pickle.
+    """
     content = file.read(MAX_PICKLE_BYTES + 1)
     header = content[10 : 10 + int.from_bytes(content[8:10], "little")]
     if content.startswith(b"\x93NUMPY\x01") and not OBJECTS.search(header):
@@ -215,7 +221,10 @@ def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
 
 
 def _imports_nothing(content: bytes) -> bool:
-    """Return whether a file consists of pickles without imports, which cannot call anything."""
+    """Return whether a file consists of pickles without imports.
+
+    Such pickles cannot call any code.
+    """
     stream = io.BytesIO(content)
     try:
         # A checkpoint of torch before 1.6 is several pickles.

@@ -45,8 +45,8 @@ class Frozen:
     Args:
         job: Number of the job.
         directory: Run directory.
-        placement: Ranks of the job on the node.
-        resume: Newest complete checkpoint, if the directory existed before.
+        placement: Number of nodes and ranks, and the devices of each rank.
+        resume: Newest complete checkpoint in the run directory; None without one.
         settings: Settings of the job.
     """
 
@@ -69,8 +69,8 @@ class Submitted:
     Args:
         frozen: The job.
         handle: The cluster's name for the job.
-        ended: Words for the final state of the job; None while it runs.
-        since: Time at which the cluster or the report showed the end.
+        ended: Description of the final state of the job for messages; None while the job runs.
+        since: Time of the monotonic clock, in seconds, at which the sweep noticed the end of the job; None before.
     """
 
     frozen: Frozen
@@ -80,13 +80,17 @@ class Submitted:
 
 
 def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | None) -> Frozen | ExpError:
-    """Freeze a checked config in its run directory, if it is not frozen, and place its ranks on a node of the cluster.
+    """Return a job with a frozen config and with its ranks placed on a node of the cluster, or the error.
+
+    The config is written to the run directory, unless the directory already contains a frozen config.
+
 
     Args:
-        prepare: exp.start.prepare, which freezes.
+        prepare: exp.start.prepare. It writes the frozen config.
         config: Config of the job.
         job: Number of the job.
-        gpus: GPUs per node that the launcher requests. None: those of launch.devices with launch.accelerator=cuda.
+        gpus: Number of GPUs per node that the launcher requests. None: as launch.devices requires with
+            launch.accelerator=cuda, else 0.
     """
     from exp.check.plan import Plan, place, read_resolved
     from exp.check.starting_point import newest_of
@@ -122,22 +126,22 @@ def _gpus(launch: LaunchSettings, gpus: float | None) -> int:
 
 
 def output_of(directory: Path, rank: int) -> Path:
-    """Return the file of the output of a rank."""
+    """Return the path of the file that receives the output of a rank."""
     return directory / (f"train.rank{rank}.log" if rank else OUTPUT)
 
 
 class ClusterExecutor(ABC):
-    """Runs jobs on a cluster, each alone.
+    """Runs the jobs of a sweep on a cluster, each in separate processes.
 
     Args:
-        slots: Jobs that are queued or running at once.
-        processes: Starts the processes in which jobs are frozen.
-        prepare: See `freeze_job`. Another process imports it by name.
+        slots: Largest number of jobs that are queued or running at the same time.
+        processes: Starts the processes that freeze the configs of jobs.
+        prepare: See `freeze_job`. It must be importable by name, because another process calls it.
         gpus: See `freeze_job`.
-        poll_seconds: Interval between two reads of the run directories.
+        poll_seconds: Seconds between two reads of the run directories.
     """
 
-    # Each job has a node.
+    # Jobs are not trained as members of a stack, because each job has its own node.
     stacks = False
 
     def __init__(
@@ -156,7 +160,9 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _submit(self, frozen: Frozen) -> Any:
-        """Submit a job, or find it if an earlier sweep submitted it, and return its handle.
+        """Submit a job, and return the cluster's handle for the job.
+
+        If an earlier sweep submitted the job and it still runs, return the handle of that job.
 
         Raises:
             RunError: The cluster rejects the job.
@@ -164,11 +170,11 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _states(self) -> Mapping[Any, str]:
-        """Return words for the final state of each job in `_running` that ended, by handle."""
+        """Return a description of the final state of each job in `_running` that ended, by handle."""
 
     @abstractmethod
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
-        """Send a signal to jobs. Tasks act on it once, even if it is sent several times."""
+        """Send a signal to jobs. Tasks ignore a repeated signal."""
 
     @abstractmethod
     def _kill(self, jobs: list[Submitted]) -> None:
@@ -205,7 +211,11 @@ class ClusterExecutor(ABC):
             self._running.append(Submitted(frozen=frozen, handle=handle))
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait for the end of a job, at most `timeout` seconds and at most half a second because of signals."""
+        """Wait for the end of a job, and return the ends of all jobs that ended.
+
+        The call waits at most `timeout` seconds. It waits at most half a second, or one `poll_seconds` if that is
+        longer, because the sweep must react to signals.
+        """
         limit = time.monotonic() + min(timeout, max(0.5, self._poll_seconds))
         while True:
             ends, self._failed = self._failed, []
@@ -245,19 +255,19 @@ class ClusterExecutor(ABC):
         return ends
 
     def _outcome(self, submitted: Submitted) -> Report | ExpError | None:
-        """Return the outcome of a job; None while it runs, and while its ranks may still report."""
+        """Return the report or error of a job; None while the job runs or its ranks may still report."""
         frozen, has_ended = submitted.frozen, submitted.ended is not None
         report = find_report(frozen.directory)
         is_done = report is not None and report.status not in ("failed", "interrupted")
         if submitted.since is None and (is_done or has_ended):
             submitted.since = time.monotonic()
         if is_done:
-            # The ranks exit a moment later, and a cluster may report it late.
+            # The ranks exit shortly after the report is written, and the cluster may show their exit late.
             return report if has_ended or self._is_late(submitted) else None
         ranks = range(frozen.placement.world_size)
         failures = [one for rank in ranks if (one := read_failure(frozen.exchange, rank=rank)) is not None]
         if not has_ended:
-            # After the death of a rank, others wait for it in a collective.
+            # After a rank has died, the other ranks wait for it in a collective.
             first = min((failure.time for failure in failures if failure.kind != "interrupted"), default=math.inf)
             if len(ranks) > 1 and time.time() > first + SETTLE_SECONDS:
                 self._kill([submitted])
@@ -268,7 +278,10 @@ class ClusterExecutor(ABC):
         return error
 
     def _is_late(self, submitted: Submitted) -> bool:
-        """Return whether no more files are expected. On a shared disk, files may appear late."""
+        """Return whether the job ended so long ago that its ranks write no more files.
+
+        On a shared disk, files may appear a few seconds after they are written.
+        """
         return submitted.since is not None and time.monotonic() > submitted.since + SETTLE_SECONDS
 
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:

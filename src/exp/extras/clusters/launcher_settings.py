@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, MinLen
 from exp.config.clusters import CLUSTERS, RAY, SLURM
 from exp.errors import ErrorDetails, invalid_value, is_installed, missing_value, not_supported_with
 
-# The package of each launcher, which the extra of the same word installs.
+# The package that each launcher needs. The extra slurm or ray installs it.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
 COUNT = Annotated[int, Ge(1)]
 COUNT_OR_NONE = Annotated[int, Ge(0)]
@@ -34,9 +34,9 @@ SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
         # local: processes of submitit on this machine, to try a sweep without a cluster.
         "cluster": ("slurm", Literal["slurm", "local"]),
         "timeout_min": (60, AMOUNT),
-        # Seconds before its time limit at which a job gets SIGUSR1 and saves.
+        # SIGUSR1 is sent this many seconds before the time limit of a job. The job then saves a checkpoint.
         "signal_delay_s": (120, COUNT_OR_NONE),
-        # How often such a job is queued again and resumes.
+        # Largest number of times that such a job is queued again and resumes.
         "max_num_timeout": (3, COUNT_OR_NONE),
         # Jobs that are queued or run at once. A number in sweep.jobs takes precedence.
         "array_parallelism": (256, COUNT),
@@ -69,7 +69,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
 
 
 def _settings(name: str, target: str) -> type[Any]:
-    """Return the dataclass of a launcher, whose fields accept any value."""
+    """Return the dataclass with the settings of a launcher. Its fields accept any value."""
     fields: list[tuple[str, Any, Any]] = [("_target_", Any, field(default=target))]
     for key, (default, _) in SETTINGS[target].items():
         is_mutable = isinstance(default, list | dict)
@@ -85,7 +85,7 @@ OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error",
 
 
 def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield the errors of hydra.launcher, whose `_target_` is SLURM or RAY."""
+    """Yield the errors in the values of hydra.launcher. Its `_target_` must be SLURM or RAY."""
     from exp.check.kinds import describe_type, fits
 
     target = settings["_target_"]
@@ -102,7 +102,7 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
 
 
 def _slurm_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield the errors of settings that have the right kind."""
+    """Yield the errors of SLURM settings whose types are correct."""
     cluster, missing = settings.get("cluster"), [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if cluster == "slurm" and missing:
         yield not_supported_with(

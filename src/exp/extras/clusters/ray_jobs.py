@@ -28,12 +28,12 @@ POLL_SECONDS = 0.1
 
 
 def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | None:
-    """Run the ranks of a frozen run on this node until all have ended.
+    """Run the ranks of a frozen run on this node, and wait until all ranks have ended.
 
     Args:
         frozen: The job.
-        place: Working directory of the sweep.
-        folders: Folders from which the sweep imports.
+        place: Working directory of the sweep, in which the ranks run.
+        folders: Folders that are appended to sys.path: the import path of the sweep.
 
     Returns:
         The error that ended the run; None without one.
@@ -59,7 +59,7 @@ def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | 
 
 @contextlib.contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    """Append the output of child processes to a file."""
+    """Append stdout and stderr of this process and its children to a file within the block."""
     kept = [os.dup(number) for number in (1, 2)]
     try:
         with path.open("ab") as file:
@@ -76,9 +76,10 @@ class RayExecutor(ClusterExecutor):
     """Runs jobs as tasks of Ray.
 
     Args:
-        settings: hydra.launcher, checked.
-        processes, prepare: As in ClusterExecutor.
-        jobs: sweep.jobs if it is a number.
+        settings: Values of hydra.launcher, already checked.
+        processes: See ClusterExecutor.
+        prepare: See ClusterExecutor.
+        jobs: Value of sweep.jobs if it is a number, else None.
 
     Raises:
         ConfigError: No cluster runs at hydra.launcher.address.
@@ -103,7 +104,7 @@ class RayExecutor(ClusterExecutor):
         self._task = ray.remote(run_ranks)
 
     def close(self) -> None:
-        """End remaining jobs, and Ray if this executor started it."""
+        """End all running jobs, and shut Ray down if this executor started it."""
         super().close()
         if self._is_own:
             self._ray.shutdown()
@@ -125,7 +126,7 @@ class RayExecutor(ClusterExecutor):
             ) from error
 
     def _room(self) -> int:
-        """Return how many jobs with one rank fit into the cluster."""
+        """Return the number of jobs with one rank that fit into the cluster at the same time."""
         has, settings = self._ray.cluster_resources(), self._settings
         asked = {"CPU": 1 if settings["num_cpus"] is None else settings["num_cpus"], "GPU": settings["num_gpus"] or 0}
         return max(1, min((int(has.get(name, 0) // count) for name, count in asked.items() if count), default=1))
@@ -158,7 +159,7 @@ class RayExecutor(ClusterExecutor):
         return {"CPU": cpus, "GPU": gpus, **settings["resources"]}
 
     def _submit(self, frozen: Frozen) -> Any:
-        # The report of an earlier attempt.
+        # Remove the report of an earlier attempt, because it would be taken for the report of this job.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         asked = self._resources(frozen)
         cpus, gpus, name = asked.pop("CPU"), asked.pop("GPU"), f"job {frozen.job}"
@@ -194,7 +195,7 @@ class RayExecutor(ClusterExecutor):
 
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
         for submitted in jobs:
-            # Like Ctrl-C. It ends a task that waits.
+            # Ray raises KeyboardInterrupt in a running task, and removes a task that waits in the queue.
             self._ray.cancel(submitted.handle, force=False)
 
     def _kill(self, jobs: list[Submitted]) -> None:

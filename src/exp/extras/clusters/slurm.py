@@ -57,15 +57,16 @@ class SlurmExecutor(ClusterExecutor):
     """Submits jobs with submitit, and reads the states of all jobs with one call of squeue.
 
     Args:
-        settings: hydra.launcher, checked.
-        processes, prepare: As in ClusterExecutor.
-        jobs: sweep.jobs if it is a number.
+        settings: Values of hydra.launcher, already checked.
+        processes: See ClusterExecutor.
+        prepare: See ClusterExecutor.
+        jobs: Value of sweep.jobs if it is a number, else None.
     """
 
     def __init__(
         self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
-        # The signal before the time limit of a job. The default of submitit is SIGUSR2.
+        # submitit sends this signal before the time limit of a job. Its default is SIGUSR2.
         os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
         self._settings = settings
         self._is_local = settings["cluster"] == "local"
@@ -96,7 +97,7 @@ class SlurmExecutor(ClusterExecutor):
             job = script.name.removesuffix("_submitted.pkl")
             if self._is_alive(job, folder):
                 return job
-        # Files of an earlier attempt.
+        # Remove the files of an earlier attempt, because they would be taken for those of this job.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         shutil.rmtree(frozen.exchange, ignore_errors=True)
         frozen.exchange.mkdir()
@@ -121,7 +122,7 @@ class SlurmExecutor(ClusterExecutor):
         return str(job.job_id)
 
     def _submitit(self, frozen: Frozen, folder: Path) -> Any:
-        """Return submitit's executor for one job."""
+        """Return submitit's executor with the parameters of one job."""
         import submitit
 
         placed, settings = frozen.placement, self._settings
@@ -219,7 +220,7 @@ class SlurmExecutor(ClusterExecutor):
 
 
 def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
-    """Return the states of jobs, including those that ended recently; None if squeue fails."""
+    """Return the SLURM state of each job by job ID, including recently ended jobs; None if squeue fails."""
     command = ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={','.join(jobs)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

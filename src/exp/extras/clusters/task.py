@@ -28,15 +28,17 @@ def run_task(
     arguments: Sequence[str],
     cpus: int | None,
 ) -> None:
-    """Run the rank of this task until it has ended. The scheduler's variables determine the rank.
+    """Start the rank of this task, and wait until it has ended.
+
+    The environment variables of the scheduler determine the number of the rank.
 
     Args:
         directory: Directory of the frozen run.
         exchange: Folder in which ranks report to the sweep.
-        outputs: File to which each rank appends its output.
-        folders: Folders from which a rank imports.
-        arguments: Arguments of exp.worker after the directory.
-        cpus: CPUs of each task. None leaves the number of threads unchanged.
+        outputs: Paths of the output files, indexed by rank. Each rank appends to its file.
+        folders: Import path of the sweep, which the rank uses as well.
+        arguments: Command-line arguments of exp.worker that follow the directory.
+        cpus: Number of CPUs of each task, which becomes the number of threads. None leaves the number unchanged.
 
     Raises:
         SystemExit: The status of the rank is not 0.
@@ -77,7 +79,10 @@ def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
 
 
 def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, str]:
-    """Return the environment of a rank. Ranks meet through SLURM's variables, or on one machine through a file."""
+    """Return the environment variables of a rank.
+
+    Ranks find each other through SLURM's variables. With submitit's local executor they use a file in `exchange`.
+    """
     if os.environ["SUBMITIT_EXECUTOR"] == "local":
         environment = rank_environment(
             rank=rank.global_rank, world_size=rank.world_size, exchange=exchange, threads=cpus

@@ -35,14 +35,14 @@ SECONDS_BETWEEN_LOOKS = 5.0
 
 
 class DashboardError(ExpError):
-    """Error of a directory without events, or of an address that is not free."""
+    """Error of a directory without TensorBoard events, or of an address that is already in use."""
 
     exit_status = 2
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal.
+    """Serve TensorBoard until Ctrl-C or SIGTERM.
 
     Returns:
         0 after Ctrl-C; 143 after SIGTERM; 2 if there is nothing to show or the address is not free.
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_event_folders(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that have TensorBoard events.
+    """Return the folders that contain TensorBoard events: the directory itself and the folders below it.
 
     Raises:
         DashboardError: No folder has events.
@@ -86,8 +86,8 @@ def find_event_folders(directory: Path) -> list[Path]:
 
 
 def page_for(directory: Path, *, runs: int) -> str:
-    """Return hparams for a sweep, and otherwise the overview."""
-    # The table of a sweep is written at its end.
+    """Return the page to open: "hparams" for a sweep with several runs, else "overview"."""
+    # A sweep that still runs has no table, and is recognized by its path.
     is_one = runs > 1 and (directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory))
     return "hparams" if is_one else "overview"
 
@@ -119,7 +119,10 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
 
 
 def has_screen() -> bool:
-    """Return whether a browser window can be seen. Without a screen, a text browser would take the terminal."""
+    """Return whether this machine can show a browser window.
+
+    Without a screen, a text browser would occupy the terminal.
+    """
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 

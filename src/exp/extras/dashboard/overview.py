@@ -20,10 +20,10 @@ MOST_PINNED = 9
 
 
 class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
-    """Redirects a short address to the address with the pinned curves.
+    """Plug-in that redirects a short address to the Time Series page with pinned curves.
 
-    An experimental plug-in has no tab. It uses the parameter `pinnedCards` of Time Series (tensorboard 2.21; a test
-    fails if it changes).
+    TensorBoard shows no tab for an experimental plug-in. The new address has the parameter `pinnedCards` of Time
+    Series (tensorboard 2.21; a test fails if the parameter changes).
     """
 
     plugin_name = "exp"
@@ -44,7 +44,11 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
 
 
 def question(directory: Path) -> str:
-    """Return the part of an address that pins the curves of the newest run with scalars. directory: the links."""
+    """Return the query string of the address that pins the curves of the newest run with scalars.
+
+    Args:
+        directory: Folder with the links to runs.
+    """
     runs: dict[Path, float] = {}
     for run in directory.iterdir():
         with contextlib.suppress(OSError):  # a run may be removed meanwhile
@@ -68,9 +72,9 @@ def _tags_of(run: Path) -> set[str]:
 
 
 def in_order(tags: Iterable[str]) -> list[str]:
-    """Return the most important tags in the order in which they are pinned."""
+    """Return the most important tags, at most MOST_PINNED, in the order in which they are pinned."""
     known = sorted(tags)
-    # A test has one point, which report.md shows.
+    # Tags of the test are left out, because a test has one point, which report.md shows.
     named = {tag: split_tag(tag) for tag in known}
     losses = [tag for tag, (name, stage) in named.items() if name.startswith("loss") and stage in ("train", "val")]
     losses = [tag for tag in losses if "/" not in named[tag][0]]  # the sum of several terms

@@ -1,4 +1,4 @@
-"""Names runs by their overrides, with a folder of links, because TensorBoard names runs by their folders.
+"""Creates a folder of links that are named by the overrides of runs, because TensorBoard names runs by their folders.
 
 lr=0.01 model=lenet · 09-39
 lr=0.1 seed=2 · 09-41 job 7
@@ -31,7 +31,7 @@ LONGEST = 120
 
 
 class LinkedRuns:
-    """Links to the folders of event files at and below a directory, with unique and stable names.
+    """Creates links with unique, stable names to all folders with event files at and below a directory.
 
     Args:
         directory: outputs, a sweep, or a run.
@@ -59,7 +59,7 @@ class LinkedRuns:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that have TensorBoard events of runs."""
+    """Return the folders at and below a directory that contain TensorBoard events of runs, without those of sweeps."""
     runs: list[Path] = []
     for folder, inner, files in os.walk(directory):
         if any(fnmatch.fnmatchcase(name, EVENTS) and not name.endswith(OF_SWEEP) for name in files):
@@ -72,7 +72,7 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def run_name(folder: Path, *, below: Path) -> str:
-    """Return the overrides and the time of a run, or the path of another folder.
+    """Return the name of a link: overrides and time of a run, or the relative path of a folder that is no run.
 
     Args:
         folder: The folder of event files.
@@ -105,7 +105,10 @@ def _run_of(folder: Path) -> Path:
 
 
 def _short(typed: Sequence[str]) -> list[str]:
-    """Return short overrides: `lr=0.01` for `optimizer.lr=0.01` if `lr` is unique, and paths without folders."""
+    """Return the overrides in short form.
+
+    `optimizer.lr=0.01` becomes `lr=0.01` if no other key ends in `lr`. Paths lose their folders.
+    """
     parted = [one.partition("=") for one in typed]
     parted = [one for one in parted if one[0].lstrip("+~").partition(".")[0] not in PASSED_OVER]
     count = Counter(key.rpartition(".")[2] for key, _, _ in parted)
@@ -119,7 +122,7 @@ def _short(typed: Sequence[str]) -> list[str]:
 
 
 def _time(run: Path) -> str:
-    """Return the time of a run directory, its date if it is not today, and the number of a job."""
+    """Return the time of a run as text, with the date if it is not today and with the job number in a sweep."""
     parts = run.absolute().parts
     at = next((place for place in reversed(range(len(parts))) if TIME.fullmatch(parts[place])), None)
     if at is None:

@@ -22,15 +22,16 @@ Reference = Callable[[str, Arguments, Keywords], object]
 
 @dataclass(kw_only=True)
 class Record:
-    """The outputs and gradients of one layer, over all of its calls.
+    """Recorded outputs and gradients of one layer, over all calls of the layer.
 
     Attributes:
         kind: Name of the layer's class.
-        dtype: Dtype of the output.
-        outputs: Outputs, one entry per call.
+        dtype: Dtype of the layer's output.
+        outputs: Outputs, flattened and in float64, one entry per call.
         reference_outputs: Outputs of the float32 layer for the same inputs.
         output_gradients: Gradients with respect to the outputs, scaled like the loss.
-        gradient: Gradient of the layer, without the scale.
+        gradient: Gradient of the layer's parameters, or of its outputs if it has no parameters. It is divided by the
+            loss scale.
     """
 
     kind: str
@@ -43,17 +44,20 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerComparison:
-    """A layer compared with float32. Errors are relative, in the 2-norm: |x - x32| / |x32|.
+    """Differences between a layer in the chosen precision and the same layer in float32.
+
+    Errors are relative, in the 2-norm: |x - x32| / |x32|.
 
     Attributes:
         name: Name of the layer in the network.
         kind: Name of the layer's class.
-        dtype: Dtype of the output, without `torch.`; for a kept layer its own dtype.
-        output_error: Error of the output, including the errors of earlier layers.
-        own_error: Error of the output for equal inputs.
+        dtype: Name of the output's dtype, without `torch.`. For a layer in precision.keep, the dtype that is kept.
+        output_error: Error of the output. It includes the errors of earlier layers.
+        own_error: Error of the output if the float32 layer gets the same inputs.
         gradient_error: Error of the gradients of the parameters, or of the output if the layer has no parameters.
-        overflow: Number of values of output and gradient that are infinite or NaN, and finite in float32.
-        underflow: Share of the nonzero float32 values of output and gradient that became 0 or subnormal.
+        overflow: Number of values in output and gradient that are infinite or NaN although they are finite in float32.
+        underflow: Share of values in output and gradient that are nonzero in float32 and became 0 or subnormal, from 0
+            to 1.
     """
 
     name: str
@@ -68,14 +72,14 @@ class LayerComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparison of all layers, in the order of their calls.
+    """Comparison of all layers of a network with float32.
 
     Attributes:
         word: Name of the precision.
-        layers: The layers.
+        layers: The layers, in the order of their calls.
         loss: Loss in the precision.
         loss_float32: Loss in float32.
-        loss_scale: Loss scale of the gradients; 1 without one.
+        loss_scale: Loss scale at which the gradients were computed; 1 if the precision has no loss scale.
     """
 
     word: str
@@ -86,14 +90,16 @@ class Comparison:
 
 
 def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: RunPrecision, seed: int) -> Comparison:
-    """Compare two networks with equal float32 weights after one forward and backward pass. Both networks are changed.
+    """Return the comparison of two networks with equal weights after one forward and one backward pass.
+
+    The call changes both networks.
 
     Args:
-        reference: Runs in float32.
-        chosen: Runs in the precision.
-        loss: Returns the loss of a network, 0-d. For `chosen` it is called in the precision's autocast.
-        precision: Precision that no run uses. It converts `chosen`.
-        seed: Seed of random layers.
+        reference: Network that runs in float32.
+        chosen: Network with float32 weights that is converted to the precision.
+        loss: Function that returns the 0-d loss of a network. For `chosen` it is called under the precision's autocast.
+        precision: Precision of `chosen`. It must not belong to a run.
+        seed: Seed for layers that draw random numbers.
     """
     expected: dict[str, Record] = {}
     found: dict[str, Record] = {}
@@ -145,9 +151,10 @@ def _in_float32(reference: nn.Module, device_type: str) -> Reference:
 
 
 def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found: Mapping[str, Record]) -> float:
-    """Run the backward with the largest loss scale at which all gradients are finite, and return the scale.
+    """Run the backward pass, and return the largest loss scale at which all gradients are finite.
 
-    A run finds this scale by skipping steps.
+    The scale starts at the initial value and is halved until the gradients are finite. A training run finds this scale
+    by skipping steps.
     """
     scale = float(precision.scale(value.detach().new_ones(()))) if precision.is_scaled else 1.0
     while True:
@@ -197,7 +204,7 @@ def _overflow(value: Tensor, expected: Tensor) -> int:
 
 
 def _count_lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
-    """Return the number of nonzero values below the smallest normal number, and of all nonzero values."""
+    """Return the number of values that underflowed, and the number of all values that are nonzero in float32."""
     if value.shape != expected.shape:
         return 0, 0
     counted = expected != 0
@@ -207,7 +214,10 @@ def _count_lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, 
 def record_outputs(
     network: nn.Module, records: dict[str, Record], *, reference: Reference | None = None
 ) -> list[RemovableHandle]:
-    """Record the outputs of every module without children or with own parameters. Return the handles of the hooks."""
+    """Register hooks that record the outputs of layers, and return the handles of the hooks.
+
+    A layer is a module without children, or a module with parameters outside its children.
+    """
     handles = []
     for name, module in network.named_modules():
         if name and (not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))):
@@ -257,7 +267,10 @@ def _record(
 
 
 def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
-    """Set the gradients of the records, divided by the scale: of own parameters, or else of the outputs."""
+    """Set the gradient of each record, divided by the scale.
+
+    The gradient is that of the layer's parameters. For a layer without parameters it is that of the outputs.
+    """
     modules = dict(network.named_modules())
     for name, record in records.items():
         own = [_host(p.grad) for p in modules[name].parameters(recurse=False) if p.grad is not None]
@@ -284,7 +297,7 @@ def _first(output: object) -> Tensor | None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    # A copy also of float64 on the CPU, because later operations may work in place.
+    # Copy tensors that are already float64 on the CPU as well, because later operations may change them in place.
     return tensor.detach().to("cpu", torch.float64, copy=True).flatten()
 
 

@@ -18,9 +18,9 @@ HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|-
 class Dtypes(OnChosenSteps):
     """Logs the dtypes of the inputs, output and parameters of each layer, as the table `dtypes`.
 
-    If the dtypes of inputs and output differ, autocast, precision.keep or the layer itself casts. `kept` is the dtype
-    in which the run keeps a layer, because of precision.keep or because the precision has no kernel for it. The table
-    is that of rank 0. A layer that is called several times has all of its dtypes.
+    If the dtypes of inputs and output differ, autocast, precision.keep or the layer itself casts. The column `kept` is
+    the dtype in which the run keeps a layer. The reason is precision.keep, or that the precision has no kernel for the
+    layer. Only rank 0 is shown. The row of a layer that is called several times lists the dtypes of all calls.
 
     Args:
         steps: Optimizer steps, counted from 1.
@@ -50,7 +50,7 @@ class Dtypes(OnChosenSteps):
 
 
 class _Row:
-    """The dtypes of one layer, each once, in order."""
+    """Row of the table: the distinct dtypes of one layer, in the order in which they occur."""
 
     def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
         self.kind = kind

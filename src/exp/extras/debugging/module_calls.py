@@ -1,6 +1,6 @@
 """Records the calls of modules in a forward, and finds the module that created a node of autograd's graph.
 
-It uses private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
+The module uses private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
 `_sequence_nr` of a node is its number among the nodes of one thread, and `_get_sequence_nr` the number of the next
 node. `_current_autograd_node` is the node whose backward runs in this thread. `torch.utils.module_tracker` does
 not support in-place operations and functions between layers.
@@ -20,7 +20,14 @@ from torch.autograd.graph import Node
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """A call of a module. The nodes from `first` to `end` were created in it, including its inner calls."""
+    """One call of a module in a forward.
+
+    Args:
+        name: Name of the module.
+        first: Number of the first autograd node that the call, including its inner calls, may create.
+        end: Number after that of the last node; None while the call runs.
+        around: The call that contains this call; None for the outermost call.
+    """
 
     name: str
     first: int
@@ -32,13 +39,13 @@ class ModuleCalls:
     """The calls of modules in a forward.
 
     Args:
-        outside: Name for work outside all modules.
+        outside: Name that is returned for work outside all modules.
     """
 
     def __init__(self, *, outside: str = "") -> None:
         self.outside = outside
         self._open: Call | None = None
-        # In the order of their first nodes.
+        # Sorted by the number of the first node.
         self._calls: list[Call] = []
 
     def begin(self, name: str) -> Call:
@@ -48,7 +55,10 @@ class ModuleCalls:
         return call
 
     def end(self, name: str) -> Call | None:
-        """End the last open call of that name and its inner calls, and return it; None without an open call."""
+        """End the last open call of a module and the calls inside it, and return this call.
+
+        Return None if the module has no open call.
+        """
         call = self._open
         while call is not None and call.name != name:
             call = call.around
@@ -74,12 +84,12 @@ class ModuleCalls:
 
 
 def next_number() -> int:
-    """Return the number of the next node of this thread."""
+    """Return the number that the next autograd node of this thread gets."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # private, see above
 
 
 def number_of(node: Node) -> int:
-    """Return the number of a node. A node that accumulates a parameter's gradient has a larger one than all others."""
+    """Return the number of a node. Nodes that accumulate gradients of parameters have the largest numbers."""
     return node._sequence_nr()
 
 
@@ -91,7 +101,7 @@ def running_node() -> Node | None:
 def nodes_of(tensor: Tensor) -> Iterator[Node]:
     """Yield each node that a backward from `tensor` may run, including accumulations of gradients of parameters."""
     waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    # The nodes themselves, because the Python object of a node lives as long as its references.
+    # The set has the nodes instead of their ids, because Python may reuse the id of a node without references.
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

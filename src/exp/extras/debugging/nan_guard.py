@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 class NanGuard(Hook):
-    """Ends the run before a step whose loss or gradient is not finite, with the weights from before the step.
+    """Ends the run before an optimizer step if the loss or a gradient is not finite.
 
-    The error names the first module with such a value. A gradient is not finite if its 2-norm is not finite.
+    The weights stay as they were before the step. The error names the first module with a value that is not finite. A
+    gradient is not finite if its 2-norm is not finite.
 
-    With the loss scale of fp16, gradients that are not finite are routine, and their step is skipped. The run ends if
-    the loss is not finite, or if the scale has fallen below 1.
+    With the loss scale of fp16, gradients that are not finite are routine, and the optimizer skips the step. In that
+    case the run ends only if the loss is not finite or the scale is below 1.
 
-    Each step waits for the device.
+    The hook makes each step wait for the device.
     """
 
     needs = frozenset({"whole_parameters", "own_backward", "one_thread"})
@@ -40,7 +41,7 @@ class NanGuard(Hook):
         self._before: dict[str, Tensor] = {}
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the errors of optimizers that may run the network several times per step."""
+        """Yield an error for each optimizer that may run the network several times per step."""
         yield from super().errors(planned)
         # Optimizers of phases get no closure.
         for kind in planned.optimizers if not planned.settings.phases else ():
@@ -80,7 +81,7 @@ class NanGuard(Hook):
 
 
 def _is_bad(update: Update) -> bool:
-    """Return whether the optimizer must not take the step. Waits for the device."""
+    """Return whether the loss or a gradient prevents the step. The call waits for the device."""
     if not all(math.isfinite(loss) for loss in map(float, update.losses)):
         return True
     if update.scale is not None and float(update.scale) >= 1.0:
@@ -116,7 +117,13 @@ class Finding(NamedTuple):
 
 
 def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
-    """Return the error of an optimizer step from the findings of all ranks. It names the first bad rank."""
+    """Return the error message for an optimizer step. The message names the first rank with a value that is not finite.
+
+    Args:
+        index: Number of the optimizer step.
+        phase: Name of the phase; None without phases.
+        findings: Findings of all ranks, by rank.
+    """
     count = len(findings)
     rank = next((n for n, one in enumerate(findings) if one.is_bad), 0)
     one = findings[rank]

@@ -21,7 +21,7 @@ from exp.nested import tensors_in
 from exp.output import warn_not_written
 from exp.shared_types import dtype_name
 
-# The file has all rows.
+# Largest number of rows of the logged table. The file has all rows.
 PANEL_ROWS = 300
 HEADER = "| calls | module | operator | shapes | dtypes |\n|---:|---|---|---|---|"
 # Work of a backward outside all modules: the gradient of the loss, and gradients that reach parameters.
@@ -29,15 +29,16 @@ AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
 
 
 class Operators(OnChosenSteps):
-    """Lists the operator calls of the forward and backward passes of a step. Equal calls are counted together.
+    """Lists the operator calls of the forward and backward passes of a step.
 
-    Each row has the module of the call, shapes and dtypes. A cast by autocast is a `_to_copy`. The list is the text
-    `operators`; the complete list is operators/step-<n>.md in the run directory. It covers rank 0 and all micro-batches
-    of the step, without calls of the optimizer.
+    A row has the number of equal calls, their module, operator, shapes and dtypes. A cast by autocast is the operator
+    `_to_copy`. The list is logged as the text `operators` with at most 300 rows per pass. The complete list is
+    operators/step-<n>.md in the run directory. The list covers rank 0 and all micro-batches of the step. Operators of
+    the optimizer are left out.
 
     Args:
         steps: Optimizer steps, counted from 1.
-        modules: Patterns of modules. Calls in other modules are assigned to the module around them.
+        modules: Patterns of modules. A call in another module is assigned to the matching module that contains it.
     """
 
     needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread"})
@@ -92,14 +93,15 @@ class Operators(OnChosenSteps):
 
 
 class OperatorCall(NamedTuple):
-    """The properties of equal calls.
+    """Properties that equal operator calls share.
 
     Args:
         direction: forward or backward.
-        module: Innermost module whose forward contains the call or created its node; `objective` for the loss.
-        operator: Name in torch, without `aten`.
-        shapes: Shapes of the tensors, in and out.
-        dtypes: Their dtypes.
+        module: Innermost module of the call. A call in the backward belongs to the module whose forward created its
+            autograd node. The name is `objective` for the loss.
+        operator: Name of the operator in torch, without `aten`.
+        shapes: Shapes of the input and output tensors.
+        dtypes: Dtypes of the input and output tensors.
     """
 
     direction: str
@@ -112,8 +114,8 @@ class OperatorCall(NamedTuple):
 class OperatorCalls:
     """Counts operator calls, in the order of their first occurrence.
 
-    It counts the forward inside `forward()`, and the backward between `begin_backward` and `end_backward` in the thread
-    that calls backward.
+    Calls of the forward are counted inside the block `forward()`. Calls of the backward are counted between
+    `begin_backward` and `end_backward`, in the thread that calls backward.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,7 @@ class OperatorCalls:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count the forward and the objective of a micro-batch."""
+        """Count the operator calls of the forward and the objective of one micro-batch within the block."""
         self.modules = ModuleCalls(outside="objective")
         with self._dispatch:
             yield
@@ -136,7 +138,7 @@ class OperatorCalls:
         self._backward.enter_context(self._dispatch)
 
     def end_backward(self) -> None:
-        """End a backward. Does nothing outside a backward."""
+        """Stop counting calls of the backward. Without a running backward, do nothing."""
         self._in_backward = False
         self._backward.close()
 
@@ -155,14 +157,19 @@ class OperatorCalls:
 
 
 def _maker(node: Node | None, modules: ModuleCalls) -> str:
-    """Return the module of a call in the backward."""
+    """Return the name of the module to which a call in the backward belongs."""
     if node is None:
         return AUTOGRAD
     return PARAMETERS if node.name().endswith("AccumulateGrad") else modules.maker(node)
 
 
 def table(calls: OperatorCalls, *, rows: int | None) -> str:
-    """Return Markdown with the forward first. rows: Largest number of rows; None for all."""
+    """Return the counted calls as Markdown tables, one for the forward and one for the backward.
+
+    Args:
+        calls: The counted calls.
+        rows: Largest number of rows per table. None: all rows.
+    """
     text = []
     for direction in ("forward", "backward"):
         own = [(call, count) for call, count in calls.counts.items() if call.direction == direction]
@@ -176,7 +183,7 @@ def table(calls: OperatorCalls, *, rows: int | None) -> str:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Reports the name of each operator, its input tensors and its output tensors."""
+    """Dispatch mode that passes the name, input tensors and output tensors of each operator call to `note`."""
 
     def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's, which has no types
@@ -190,7 +197,7 @@ class _Dispatch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # Before the call: an operator may change its inputs in place.
+        # The inputs are collected before the call, because an operator may change them in place.
         taken = [*tensors_in(args), *tensors_in(kwargs)]
         result = func(*args, **kwargs)
         self.note(str(func), taken, list(tensors_in(result)))

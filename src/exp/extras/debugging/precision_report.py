@@ -21,10 +21,10 @@ HEADINGS = ("layer", "type", "dtype", "error", "own error", "gradient error", "o
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the table of the run that `python -m exp.train` with the same command line would train.
+    """Print the comparison with float32 for the run that `python -m exp.train` would train with the same command line.
 
     Returns:
-        0; 2 after the list of errors.
+        0 after the table; 2 after the list of errors.
     """
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
     from exp.cli.command_line import answer_question, parse_arguments
@@ -51,14 +51,14 @@ def report(plan: Plan) -> str:
     """Return the comparison of a plan's network with float32 as Markdown.
 
     Raises:
-        ConfigError: The run is not one network with one loss of one forward pass.
+        ConfigError: The run has phases, a LightningModule, or no term of one forward pass.
     """
     refuse_several(plan)
     return as_markdown(compare_plan(plan))
 
 
 def refuse_several(plan: Plan) -> None:
-    """Raise ConfigError for a run with phases, a LightningModule, or no term of one forward pass."""
+    """Raise ConfigError if the run has phases, a LightningModule, or no term that needs only one forward pass."""
     expected = "a network of `model` with one loss of one forward pass"
     if plan.own is not None:
         raise config_error("module", got="a LightningModule", expected=expected)
@@ -73,7 +73,7 @@ def _terms(plan: Plan) -> list[str]:
 
 
 def compare_plan(plan: Plan) -> Comparison:
-    """Compare the plan's network with float32 on its first batch.
+    """Return the comparison of the plan's network with float32 on the first training batch.
 
     Terms of the objective that need several passes are left out.
     """

@@ -23,28 +23,29 @@ from exp.strategies.strategy import Blueprint
 log = logging.getLogger(__name__)
 
 LIGHTNING_PROFILERS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
-# The file has all rows.
+# Number of rows of the logged table. The file has all rows.
 PANEL_ROWS = 30
 
 
 class Profile(Hook):
-    """Records the operators of some steps, and writes two files into `<name of the hook>/` of the run directory.
+    """Records the operators of some steps, and writes two files to `<name of the hook>/` in the run directory.
 
         trace.rank0.json.gz      a Chrome trace, for https://ui.perfetto.dev and chrome://tracing
-        operators.rank0.md       torch's table of the operators; its first rows are the text `profile/operators`
+        operators.rank0.md       torch's table of operators; its first 30 rows are logged as `profile/operators`
 
-    Steps, forwards and backwards are ranges in the trace. Recorded steps are slower, in proportion to the number of
-    their operators: read shares of time, not absolute times. If a run ends inside the window, the hook writes the steps
-    that it has.
+    Steps, forwards and backwards are ranges in the trace. A recorded step is slower, in proportion to its number of
+    operators. Shares of time are therefore meaningful, and absolute times are not. If the run ends before the last of
+    these steps, the hook writes the steps that it recorded.
 
     Args:
         start_step: The first recorded step, counted from 1.
         steps: Number of recorded steps.
-        warmup: Number of steps before them that run under the profiler and are discarded, because the first is slow.
-        ranks: Global ranks that record, each to its own files. The table of rank 0 is logged.
-        shapes: Whether the table has a row for each shape of the inputs.
-        memory: Whether allocations are recorded.
-        stacks: Whether the trace has Python functions, which is slow.
+        warmup: Number of steps before start_step that are profiled and discarded, because the first profiled step is
+            slow.
+        ranks: Global ranks that record. Each rank writes separate files, and only the table of rank 0 is logged.
+        shapes: Whether the table has a separate row for each combination of input shapes.
+        memory: Whether memory allocations are recorded.
+        stacks: Whether the trace has the Python functions that call operators. This is slow.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Profile(Hook):
         self.first, self.start, self.last = start_step - warmup, start_step, start_step + steps - 1
         self.ranks = ranks
         self._shapes, self._memory, self._stacks = shapes, memory, stacks
-        # Whether the window is still ahead or open.
+        # Whether the last step to record is still to come.
         self._is_waiting = False
         self._forget()
 
@@ -135,7 +136,7 @@ class Profile(Hook):
         self.teardown()
 
     def teardown(self) -> None:
-        """Write the recorded steps of a window that the end of the run cuts."""
+        """Write the recorded steps if the run ends before the last step to record."""
         if not self._is_waiting:
             return
         recorded = len(self._recorded)
@@ -143,7 +144,7 @@ class Profile(Hook):
         try:
             self._end()
         except Exception:
-            # The run may be ending with an error, which is the one to report.
+            # The run may be ending with another error, which must not be replaced by this one.
             log.exception("hooks.%s could not write what it had recorded", self.name)
             return
         log.warning(
@@ -180,7 +181,7 @@ class Profile(Hook):
         self._profiler.start()
 
     def _end(self) -> dict[str, Panel]:
-        """Stop the profiler, free everything, and return the panels."""
+        """Stop the profiler, free its memory, and return the logged panels."""
         profiler, self._is_waiting = self._profiler, False
         try:
             if profiler is not None:
@@ -188,7 +189,7 @@ class Profile(Hook):
             return self._panels
         finally:
             self._forget()
-            # A profiler refers to itself and to tensors that it saw, and fsdp could not be torn down.
+            # A profiler refers to itself and to recorded tensors. Without the collection, fsdp could not be torn down.
             del profiler
             gc.collect()
 

@@ -1,8 +1,8 @@
 """Runs one forward and one backward, and finds the first module with a value that is not finite.
 
-Forward hooks inspect the outputs. In the backward, a hook on each node of the graph inspects the gradients. The node
-belongs to the module whose forward created it. Backward hooks of modules would miss in-place operations, functions
-between layers, and the loss.
+Forward hooks inspect the outputs. In the backward, a hook on each node of the autograd graph inspects the gradients.
+Each node belongs to the module whose forward created the node. Backward hooks of modules would miss in-place
+operations, functions between layers, and the loss.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OUTSIDE = "objective"
 
 
 class Trace(NamedTuple):
-    """The result of tracing the micro-batches of a step, up to the first that is not finite.
+    """Result of tracing the micro-batches of a step, up to the first micro-batch that is not finite.
 
     Args:
         is_bad: Whether the loss or a gradient is not finite.
-        where: Sentences about the first module; empty if all values are finite.
+        where: Sentences that name the first module with such a value; empty if all values are finite.
     """
 
     is_bad: bool
@@ -40,7 +40,7 @@ class Trace(NamedTuple):
 
 
 def is_lost(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a value is nan or infinite, except the infinities of a mask."""
+    """Return whether a tensor has a value that is nan or infinite, except the infinities of a mask."""
     return any(not _is_finite(one) and not _is_mask(one) for one in tensors)
 
 
@@ -50,12 +50,15 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether infinities are intended: negative ones without a gradient, as in attention masks."""
+    """Return whether all values that are not finite are -inf in a tensor without a gradient, as in attention masks."""
     return not tensor.requires_grad and not (tensor.isnan().any() or (tensor == math.inf).any())
 
 
 def named_modules(network: nn.Module, objective: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a step by name: those of the network, then the objective and its terms by config name."""
+    """Return the modules of a step by name: first those of the network, then the objective and its terms.
+
+    A term has the name `objective.<key of the config>`.
+    """
     terms: Mapping[str, nn.Module] = getattr(objective, "terms", {"": objective})
     found: dict[str, nn.Module] = {**dict(network.named_modules()), OUTSIDE: objective}
     for term, one in terms.items():
@@ -85,12 +88,16 @@ class Tracer:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Trace the backward that starts from `loss`."""
+        """Register hooks that trace the next backward from `loss`."""
         for node in nodes_of(loss):
             node.register_hook(partial(self._trace_backward, node.name(), self._calls.maker(node)))
 
     def first(self, *, is_lost: bool) -> str:
-        """Return the sentence about the first module. If the loss is not finite, the backward is no cause."""
+        """Return the sentence that names the first module with a value that is not finite; empty without one.
+
+        Args:
+            is_lost: Whether the loss is not finite. In that case only the forward can be the cause.
+        """
         return self._forward if is_lost else self._backward or self._forward
 
     @torch.no_grad()
@@ -135,13 +142,20 @@ class Tracer:
 def run_again(
     module: TrainingModule, window: Window, place: int, tracer: Tracer
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Run forward and backward of one micro-batch of a window again, uncompiled and observed by a tracer alone.
+    """Run the forward and backward of one micro-batch of a step again, uncompiled, with a tracer as the only observer.
 
-    The buffers must be those from before the step. Parameters, their gradients and the optimizer do not change; buffers
-    do. Random numbers are those of the step. If ranks share the data, every rank must call it.
+    The buffers must have their values from before the step, and the call changes them. Parameters, their gradients and
+    the optimizer do not change. Random numbers are those of the step. If ranks share the data, every rank must call
+    this function.
+
+    Args:
+        module: The training module.
+        window: The micro-batches of the step.
+        place: Index of the micro-batch in the window.
+        tracer: The tracer.
 
     Returns:
-        The loss, 0-d and detached, and the gradients of the trained parameters that have one.
+        The loss, 0-d and detached, and the gradients by parameter name. Parameters without a gradient are left out.
     """
     named = module.trained_in(window)
     observer, module.observer = module.observer, UNOBSERVED
@@ -161,7 +175,7 @@ def run_again(
 
 
 def trace_of(module: TrainingModule, window: Window) -> Trace:
-    """Run the micro-batches of a window again, and trace them up to the first that is not finite."""
+    """Run the micro-batches of a step again, and return the trace up to the first that is not finite."""
     network = module.network
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     lost_before = [name for name, tensor in held.items() if is_lost([tensor])]

@@ -1,12 +1,12 @@
-"""ZeRO of DeepSpeed: optimizer state and gradients divided over the ranks, by stage.
+"""Strategy with DeepSpeed's ZeRO: optimizer state (stage 1) and also gradients (stage 2) are divided over the ranks.
 
-Lightning's own DeepSpeedStrategy supports only GPUs, writes directories that no other strategy reads, and takes
-precision and accumulation from exp. Here the engine wraps only the network, through DeepSpeed's public `initialize`,
-`backward`, `step` and `safe_get_*`.
+Lightning's DeepSpeedStrategy is not used, because it supports only GPUs, writes checkpoint directories that no other
+strategy reads, and replaces exp's precision and accumulation. In this module, DeepSpeed's engine wraps only the
+network. It is used through DeepSpeed's public `initialize`, `backward`, `step` and `safe_get_*`.
 
-Names that are not public (DeepSpeed 0.19.8, tested): `bit16_groups` and `single_partition_of_fp32_groups` of the
-optimizer, which are the parameters of each group and the flat tensor in which this rank holds its part of them;
-`_lazy_init_hp_params_optimizer_state` with `_hp_optimizer_states_linked`, `refresh_fp32_params`, and
+The module also uses names that are not public (tested with DeepSpeed 0.19.8). `bit16_groups` of the optimizer are the
+parameters of each group. `single_partition_of_fp32_groups` are the flat tensors with this rank's part of each group.
+Others are `_lazy_init_hp_params_optimizer_state`, `_hp_optimizer_states_linked`, `refresh_fp32_params` and
 `__compatible_ops__`.
 """
 
@@ -35,16 +35,16 @@ from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy, module_of, network_of, precision_of
 
-# Numbers that are sent at once.
+# Largest number of values in one communication.
 BUCKET = 200_000_000
 
 
 class DeepSpeed(Strategy):
-    """The engine of DeepSpeed around the network. A step computes what ddp computes.
+    """Strategy that trains the network in DeepSpeed's engine. A step gives the same result as with ddp.
 
     Args:
         name: Name of the strategy.
-        stage: State that is divided over the ranks: 1 that of the optimizer, 2 also the gradients.
+        stage: ZeRO stage. 1 divides the optimizer state over the ranks, and 2 also the gradients.
     """
 
     owns_step = True
@@ -55,15 +55,18 @@ class DeepSpeed(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Ranks: one per device."""
+        """The requested processes: one rank per device."""
         return Demand(rest="replicate")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of a missing DeepSpeed, and of settings that its engine does not support."""
+        """Return the errors of unsupported settings, and the error that DeepSpeed is not installed."""
         return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the footprint of the stage. The engine's parts are flat: each rank has 1 / N of all numbers."""
+        """Return the memory and communication of the stage.
+
+        The engine divides flat tensors, so that each of N ranks has 1 / N of all numbers.
+        """
         ranks = load.placement.data_ranks
         if ranks == 1:
             return super().footprint(load)
@@ -88,7 +91,11 @@ class DeepSpeed(Strategy):
         return Footprint(places=[place], transfers=transfers, notes=(note,))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return a ZeroStrategy with these options. Raise MissingExtraError without DeepSpeed."""
+        """Return Lightning's strategy for a rank.
+
+        Raises:
+            MissingExtraError: DeepSpeed is not installed.
+        """
         if not is_installed("deepspeed"):
             raise missing_extra()
         return ZeroStrategy(placement=placement, options=self)
@@ -97,7 +104,7 @@ class DeepSpeed(Strategy):
         if not is_installed("deepspeed"):
             got, _, fix = str(missing_extra()).partition(": ")
             yield missing_value("strategy.name", "it, or another strategy", f"Install it: {fix}", got=got)
-        # DeepSpeed has its own loss scale and casts the network itself; these words need neither.
+        # Precisions without loss scaling and without casts of the network, because DeepSpeed would do both itself.
         known = [
             word.name
             for word in WORDS.values()
@@ -113,15 +120,17 @@ class DeepSpeed(Strategy):
 
 
 def missing_extra() -> MissingExtraError:
-    """Return the error of a missing DeepSpeed."""
+    """Return the error that DeepSpeed is not installed."""
     return MissingExtraError(feature="strategy=deepspeed", package="deepspeed", extra="deepspeed")
 
 
 class ZeroStrategy(ModelParallel):
-    """The network in DeepSpeed's engine, from the setup of fit on. A stage without fit before it has the plain network.
+    """Lightning strategy that wraps the network in DeepSpeed's engine when fit starts.
+
+    An evaluation without a fit before it runs the network without the engine.
 
     Attributes:
-        engine: The engine. None before the setup of fit.
+        engine: The engine. None before fit starts.
     """
 
     def __init__(self, *, placement: Placement, options: DeepSpeed) -> None:
@@ -132,7 +141,7 @@ class ZeroStrategy(ModelParallel):
     # --- placing ---
 
     def place_model(self) -> None:
-        """Do nothing: the engine takes the network with its optimizer."""
+        """Do nothing, because the engine places the network when it receives the optimizer."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -164,13 +173,13 @@ class ZeroStrategy(ModelParallel):
         autocast = precision_of(self).word.autocast
         kind = {} if autocast is None else {"dtype": str(autocast).removeprefix("torch.")}
         return {
-            # Only for its log: exp divides the batches.
+            # DeepSpeed uses this value only in its log, because exp divides the batches.
             "train_micro_batch_size_per_gpu": 1,
             # Lightning divides the loss, and `backward` sets the boundary.
             "gradient_accumulation_steps": 1,
             "gradient_clipping": trainer.gradient_clip_val or 0.0,
             "zero_allow_untested_optimizer": True,
-            # The optimizer of the config, and not DeepSpeed's for the CPU.
+            # False selects the optimizer of the config instead of DeepSpeed's CPU optimizer.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.options.stage,
@@ -199,7 +208,7 @@ class ZeroStrategy(ModelParallel):
         return super().optimizer_step(cast(Optimizer, EngineStep(self, optimizer)), closure, model)
 
     def _show_gradients(self) -> None:
-        """Set the whole gradients of the step for hooks. The engine clips later."""
+        """Set `grad` of each parameter to the whole, unclipped gradient of the step, so that hooks can read it."""
         from deepspeed.utils import safe_get_full_grad
 
         for parameter in network_of(self).parameters():
@@ -208,12 +217,15 @@ class ZeroStrategy(ModelParallel):
                 parameter.grad = gradient.view(parameter.shape)
 
     def hide_gradients(self) -> None:
-        """Remove the gradients, which would be added to those of the next step. The engine has a copy."""
+        """Set `grad` of each parameter to None, because it would be added to the gradient of the next step.
+
+        The engine has a copy of the gradients.
+        """
         for parameter in network_of(self).parameters():
             parameter.grad = None
 
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return 2-norms by name. Each rank has whole tensors."""
+        """Return the 2-norms of tensors by name. No communication is needed, because each rank has whole tensors."""
         return {name: torch.linalg.vector_norm(tensor, dtype=torch.float64) for name, tensor in tensors.items()}
 
     # --- checkpoints ---
@@ -236,7 +248,7 @@ class ZeroStrategy(ModelParallel):
             whole = {}
             for key, value in entry.items():
                 if _is_count(value):
-                    # A copy, because one process counts for each parameter in place.
+                    # Copy the count, because later steps change it in place.
                     whole[key] = _copy(value)
                 else:
                     found = safe_get_full_optimizer_state(parameter, key)
@@ -263,7 +275,7 @@ class ZeroStrategy(ModelParallel):
             if number in saved["state"]
         }
         for name, entry in entries.items():
-            # One flat tensor holds the parts of many parameters: counts, such as the steps, are those of all of them.
+            # One flat tensor has the parts of many parameters, which share counts such as the number of steps.
             optimizer.state[flat[name]].update(
                 {
                     key: _copy(value) if _is_count(value) else torch.zeros_like(flat[name])
@@ -278,9 +290,9 @@ class ZeroStrategy(ModelParallel):
                     safe_set_full_optimizer_state(self._trained[name], value.to(self.root_device), key)
 
     def _link_state(self) -> None:
-        """Link the optimizer's state to each parameter.
+        """Link the optimizer state of each parameter to the parameter.
 
-        DeepSpeed does so once, after the first step of the first group, when other groups have no state.
+        DeepSpeed links only once, after the first step of the first group. At that time, other groups have no state.
         """
         self.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -290,25 +302,29 @@ class ZeroStrategy(ModelParallel):
         return dict(module_of(self).named_parameters())
 
     def _members(self) -> list[list[str]]:
-        """Return the names of the optimizer's parameters, by group."""
+        """Return a list of parameter names for each group of the optimizer."""
         return self._groups[0]
 
     def _flat(self) -> dict[str, Tensor]:
-        """Return the flat tensor in which this rank has its part of each trained parameter."""
+        """Return the flat tensor that contains this rank's part of a trained parameter, by parameter name."""
         engine, names = self.engine.optimizer, self._names()
         pairs = zip(engine.bit16_groups, engine.single_partition_of_fp32_groups, strict=True)
         return {names[id(parameter)]: flat for group, flat in pairs for parameter in group}
 
 
 class EngineStep:
-    """The object that Lightning steps instead of the optimizer. It steps the engine."""
+    """Object that Lightning uses as the optimizer. Its `step` calls the step of DeepSpeed's engine."""
 
     def __init__(self, strategy: ZeroStrategy, optimizer: Optimizer) -> None:
         self._strategy = strategy
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Callable[[], object]) -> object:
-        """Step the engine. closure: Runs forward, backward, and the hooks that see gradients."""
+        """Run the closure and the step of the engine, and return the result of the closure.
+
+        Args:
+            closure: Runs forward, backward, and the hooks that read gradients.
+        """
         output = closure()
         self._strategy.hide_gradients()
         self._strategy.engine.step()
@@ -316,7 +332,7 @@ class EngineStep:
 
 
 def _is_count(value: object) -> bool:
-    """Return whether an entry of an optimizer's state is one number for a parameter, such as the steps."""
+    """Return whether an entry of the optimizer state is a single number, such as the number of steps."""
     return not isinstance(value, Tensor) or value.dim() == 0
 
 

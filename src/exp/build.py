@@ -119,7 +119,6 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     Args:
         plan: Plan of the run.
         directory: Run directory.
-        rank: Rank of this process.
         resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
 
     Raises:

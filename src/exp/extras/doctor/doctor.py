@@ -22,13 +22,13 @@ from exp.extras.doctor import installation, machine, torch_findings
 from exp.extras.doctor.finding import Finding
 from exp.output import command
 
-# The first import of torch from a network file system can take minutes.
+# Time limit of a check. The first import of torch from a network file system can take minutes.
 SECONDS = 300.0
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print one line for each part: ok, a note that breaks nothing, or an error with its fix.
+    """Print one line for each finding: ok, a note that needs no action, or an error with its fix.
 
     Returns:
         0 without an error, else 1.
@@ -48,7 +48,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
-    """Check everything, and stop at an error on which the rest depends. Only other processes import torch."""
+    """Yield the findings of all checks. If torch cannot be imported, the remaining checks are skipped.
+
+    This process does not import torch, because the import may crash or hang.
+
+    Args:
+        outputs: Directory for results.
+        trains: Whether to train for three steps on each device.
+    """
     yield from installation.findings()
     yield from machine.findings(outputs)
     torch = try_in_process("torch")
@@ -68,13 +75,13 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
 
 
 def try_in_process(what: str) -> Mapping[str, Any]:
-    """Run a try in another process, because it may crash or hang.
+    """Return the facts from a check that runs in another process, because the check may crash or hang.
 
     Args:
-        what: The name of the try in `exp.extras.doctor.probe`.
+        what: Name of the check in `exp.extras.doctor.probe`.
 
     Returns:
-        The facts; {"error": words} if it failed, crashed or took longer than SECONDS.
+        The facts; {"error": message} if the check failed, crashed or took longer than SECONDS.
     """
     command = [sys.executable, "-m", "exp.extras.doctor.probe", what]
     try:

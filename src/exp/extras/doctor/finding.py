@@ -1,4 +1,4 @@
-"""A line of a diagnosis: the part, its state, and the finding."""
+"""One finding of `python -m exp.doctor`, which is printed as one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Finding:
     """A finding about a part of the installation or the machine.
 
     Args:
-        state: `error` if exp cannot work. `note` if exp works, but users should know the finding.
-        part: The part's name, such as torch, gloo or outputs.
-        found: The finding.
-        fix: The command or change that fixes it. Each error has one.
+        state: `error` if exp cannot work, `note` if exp works but users should read the finding, else `ok`.
+        part: Name of the checked part, such as torch, gloo or outputs.
+        found: Text of the finding.
+        fix: Command or change that fixes the problem; empty without one. Each error has a fix.
     """
 
     state: Literal["ok", "note", "error"]

@@ -1,4 +1,4 @@
-"""Checks the installed packages against the versions that exp declares. Imports none of them."""
+"""Checks the installed packages against the versions that exp declares, without importing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = Path(exp.__file__).parent
 
 
 def findings() -> Iterator[Finding]:
-    """Check the version of each package, and name Python and exp."""
+    """Yield the versions of Python and exp, and the findings about the versions of packages."""
     yield Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}, {platform.platform()}")
     yield Finding("ok", "exp", f"{exp.__version__}, {PACKAGE}")
     yield from versions(declared_requirements())
@@ -29,7 +29,7 @@ def findings() -> Iterator[Finding]:
 def declared_requirements() -> list[str]:
     """Return the requirements of exp and of its extras, from pyproject.toml in a checkout, else from the metadata.
 
-    The metadata of an editable installation is as old as its `pip install`, pyproject.toml as new as the code.
+    A checkout uses pyproject.toml, because the metadata of an editable installation changes only with `pip install`.
     """
     file = PACKAGE.parents[1] / "pyproject.toml"
     if PACKAGE.parent.name != "src" or not file.is_file():
@@ -40,12 +40,15 @@ def declared_requirements() -> list[str]:
 
 
 def torch_requirement() -> str:
-    """Return the argument of `pip install` for a torch that exp supports, in quotes."""
+    """Return the quoted argument of `pip install` for a version of torch that exp supports."""
     return next((f"'{line}'" for line in declared_requirements() if re.match(r"torch\b", line)), "torch")
 
 
 def versions(requirements: Sequence[str]) -> Iterator[Finding]:
-    """Check the installed versions against the declared ranges; packages of extras may be missing."""
+    """Yield an error for each package that is missing or outside its declared range, and one line for all others.
+
+    Packages of extras may be missing.
+    """
     within = []
     for one in map(Requirement, requirements):
         is_needed = one.marker is None or one.marker.evaluate({"extra": ""})
@@ -56,7 +59,7 @@ def versions(requirements: Sequence[str]) -> Iterator[Finding]:
             if is_needed:
                 yield Finding("error", "packages", f"{one.name} is not installed", f"pip install '{wanted}'")
             continue
-        # A half removed package has no version.
+        # A package that was only partly removed has no version.
         if not version or not one.specifier.contains(version, prereleases=True):
             found = f"{one.name} {version}; expected {one.specifier}"
             yield Finding("error", "packages", found, f"pip install --force-reinstall '{wanted}'")

@@ -1,4 +1,4 @@
-"""Checks cores, disks and shared memory, and lists NVIDIA's GPUs. Does not use torch."""
+"""Checks cores, disks and shared memory, and lists NVIDIA's GPUs, without torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from exp.extras.doctor.finding import Finding
 MIB, GIB = 2**20, 2**30
 # The smallest networks' checkpoints, logs and event files take less than 1 MiB.
 LEAST_FREE = 100 * MIB
-# Docker gives a container 64 MiB by default; a data worker that fills it dies of SIGBUS.
+# Docker gives a container 64 MiB by default. A data worker that fills shared memory is killed by SIGBUS.
 LITTLE_SHARED = 256 * MIB
 
 
 def findings(outputs: Path) -> Iterator[Finding]:
-    """Check cores and threads, the disks of `outputs` and of temporary files, and shared memory."""
+    """Yield the findings about cores, threads, the disks of `outputs` and of temporary files, and shared memory."""
     yield from threads(os.environ)
     yield disk("outputs", outputs)
     yield disk("temporary files", Path(tempfile.gettempdir()))
@@ -33,7 +33,7 @@ def findings(outputs: Path) -> Iterator[Finding]:
 
 
 def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the number of usable cores, and OMP_NUM_THREADS against it."""
+    """Yield the number of usable cores, and a note if OMP_NUM_THREADS is not between 1 and this number."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("ok", "cores", f"{cores} of {os.cpu_count()} may be used")
     text = environment.get("OMP_NUM_THREADS", "1")
@@ -43,11 +43,11 @@ def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
-    """Check that a directory, or the nearest existing one above it, can be written.
+    """Return whether a directory, or the nearest existing directory above it, can be written and has free space.
 
     Args:
-        part: `outputs`, or another use of the directory.
-        wanted: The directory.
+        part: Use of the directory: `outputs` or `temporary files`.
+        wanted: Path of the directory, which need not exist.
         least: Free bytes below which the disk counts as full.
     """
     place = next(path for path in (wanted.absolute(), *wanted.absolute().parents) if os.path.lexists(path))
@@ -69,7 +69,7 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
 
 
 def nvidia_drivers() -> list[str]:
-    """Return the version of NVIDIA's driver for each GPU that nvidia-smi lists."""
+    """Return the version of NVIDIA's driver for each GPU that nvidia-smi lists; empty if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout

@@ -20,7 +20,11 @@ RUN = ("name=doctor", "model=mlp", "data=digits", "hooks=[]", "trainer.max_steps
 
 
 def attempt(what: str) -> dict[str, object]:
-    """Return the facts of one try as plain values; `error` if it raises."""
+    """Return the facts of one check as plain values, or the message under the key `error` if the check raises.
+
+    Args:
+        what: Name of the check: torch, import, group:BACKEND or run:DEVICE.
+    """
     kind, *words = what.split(":")
     try:
         return TRIES[kind](*words)
@@ -64,7 +68,10 @@ def _gpu(index: int) -> dict[str, object]:
 
 
 def _group(backend: str) -> dict[str, object]:
-    """Sum a tensor in a process group of one rank, which opens no port that other machines can reach."""
+    """Return the sum of a tensor in a process group of one rank.
+
+    The group opens no port that other machines can reach.
+    """
     import torch
     import torch.distributed as dist
 
@@ -80,7 +87,7 @@ def _group(backend: str) -> dict[str, object]:
 
 
 def _run(device: str) -> dict[str, object]:
-    """Train a small network for three steps in a temporary directory."""
+    """Return the loss of a small network after three training steps in a temporary directory."""
     import exp
 
     silent = contextlib.redirect_stdout(io.StringIO())

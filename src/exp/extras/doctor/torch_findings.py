@@ -24,8 +24,8 @@ def explain_import_error(error: str, spec: ModuleSpec | None) -> Finding:
     """Return the finding that torch cannot be imported.
 
     Args:
-        error: The error of the import.
-        spec: The module that an import of torch finds.
+        error: Message of the import error.
+        spec: Location at which Python finds torch; None if it is not installed.
     """
     if spec is None or spec.origin is None:
         return Finding("error", "torch", "it is not installed", f"pip install {REQUIREMENT}")
@@ -37,12 +37,12 @@ def explain_import_error(error: str, spec: ModuleSpec | None) -> Finding:
 
 
 def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield whether torch can use the GPUs of this machine, and the reason if it cannot.
+    """Yield the findings about the GPUs that torch can use, or the reason why torch can use none.
 
     Args:
-        torch: The facts of the probe.
-        drivers: The version of NVIDIA's driver for each GPU that the system lists.
-        environment: The environment variables.
+        torch: Facts of the check `torch` in probe.py.
+        drivers: Version of NVIDIA's driver for each GPU that nvidia-smi lists.
+        environment: Environment variables.
     """
     hidden = f", {HIDDEN}={environment[HIDDEN]!r}" if HIDDEN in environment else ""
     machine = f"{len(drivers)} NVIDIA GPUs, driver {', '.join({*drivers}) or 'unknown'}{hidden}"
@@ -78,7 +78,7 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
 
 
 def group_finding(backend: str, trial: Facts) -> Finding:
-    """Return whether ranks can exchange tensors."""
+    """Return the finding about a process group of a backend."""
     if "error" not in trial:
         return Finding("ok", backend, "a process group of one rank works")
     fixes = {
@@ -90,7 +90,7 @@ def group_finding(backend: str, trial: Facts) -> Finding:
 
 
 def import_finding(trial: Facts) -> Finding:
-    """Return whether the packages of a run can be imported."""
+    """Return the finding about the import of the packages that a run needs."""
     if "error" not in trial:
         return Finding("ok", "imports", "all packages of a run")
     fix = "pip install --force-reinstall --no-deps the package that the error names"
@@ -100,7 +100,7 @@ def import_finding(trial: Facts) -> Finding:
 
 
 def run_finding(device: str, trial: Facts) -> Finding:
-    """Return whether a run of three steps trains on a device."""
+    """Return the finding about a run of three steps on a device."""
     if "error" not in trial:
         return Finding("ok", f"run on {device}", "three steps")
     error = shorten(trial["error"], most=200)

@@ -1,4 +1,4 @@
-"""Base of hooks that count by class over an evaluation: `confusion` and `pr_curve`."""
+"""Base class of the hooks `confusion` and `pr_curve`, which count samples by class over an evaluation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ EVALUATIONS: tuple[Stage, ...] = ("val", "test")
 
 
 class ClassCounts(Hook, ABC):
-    """Adds up counts on the device, batch by batch, and logs the counts of all ranks at the end of a stage.
+    """Base class of hooks that count samples by class.
+
+    Counts are added up on the device after each batch. At the end of an evaluation, the counts of all ranks are logged.
 
     Args:
-        num_classes: V, 2 to `most_classes`.
-        stages: Evaluations that are counted.
-        output: Name of the scores among the outputs of the network.
-        target: Name of the classes among the entries of the batch.
+        num_classes: Number of classes V, from 2 to `most_classes`.
+        stages: Evaluations that are counted: val, test.
+        output: Key of the scores in the outputs of the network.
+        target: Key of the class numbers in the batch.
     """
 
     most_classes: ClassVar[int]
@@ -42,19 +44,29 @@ class ClassCounts(Hook, ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the counts."""
+        """The shape of the tensor of counts."""
 
     @abstractmethod
     def count(self, scores: Tensor, classes: Tensor) -> Tensor:
-        """Return the counts of one batch, int64. scores: `[N, V]` or `[N]`. classes: `[N]`, int64; see `rows`."""
+        """Return the counts of one batch, int64, with the shape `shape`.
+
+        Args:
+            scores: Scores `[N, V]`, or `[N]` for two classes; see `rows`.
+            classes: Class numbers `[N]`, int64.
+        """
 
     @abstractmethod
     def make_panels(self, stage: Stage, counts: Tensor) -> Values:
-        """Return the panels of the counts of all ranks."""
+        """Return the panels to log, by tag.
+
+        Args:
+            stage: The evaluation.
+            counts: Counts of all ranks, with the shape `shape`.
+        """
 
     @property
     def classes(self) -> int:
-        """Number of classes, V."""
+        """The number of classes V."""
         assert self.num_classes is not None, "errors() rejects it"
         return self.num_classes
 
@@ -69,7 +81,12 @@ class ClassCounts(Hook, ABC):
             yield from self._output_errors(planned.trace.output, self.num_classes)
 
     def _output_errors(self, returned: object, classes: int) -> Iterator[ErrorDetails]:
-        """Yield the error of an output without a score for each class. returned: Output of the network on meta."""
+        """Yield an error if the network does not return a score for each class.
+
+        Args:
+            returned: Output of the network on the meta device.
+            classes: Number of classes.
+        """
         output = returned.get(self.output) if isinstance(returned, Mapping) else returned
         if not isinstance(output, Tensor) or (self.output != "output" and output is returned):
             return
@@ -103,15 +120,18 @@ class ClassCounts(Hook, ABC):
 def rows(
     values: Mapping[str, object], *, output: str, target: str, num_classes: int, hook: str
 ) -> tuple[Tensor, Tensor]:
-    """Return scores `[N, V]`, or `[N]` of a network with one output for two classes, and class numbers `[N]`, int64.
+    """Return the scores and class numbers of a batch, with one row for each sample or position.
 
     Args:
-        values: Entries of the batch and outputs of the network by name. Outputs are `[..., V]` and targets `[...]`.
-            One output is `[...]` or `[..., 1]`.
-        output: Name of the scores.
-        target: Name of the classes.
-        num_classes: V.
-        hook: Name of the hook, for errors.
+        values: Entries of the batch and outputs of the network by name. Scores are `[..., V]` and class numbers
+            `[...]`. For two classes, scores may be `[...]` or `[..., 1]`.
+        output: Key of the scores in `values`.
+        target: Key of the class numbers in `values`.
+        num_classes: Number of classes V.
+        hook: Name of the hook, for error messages.
+
+    Returns:
+        Scores `[N, V]`, or `[N]` if the network has one score for two classes. Class numbers `[N]`, int64.
 
     Raises:
         RunError: An entry is missing, or the shapes do not match.
@@ -135,11 +155,13 @@ def rows(
 
 
 def count_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
-    """Return how often each index from 0 to `size` - 1 occurs: `[size]`, int64. Does not wait for the device.
+    """Return the number of occurrences of each index from 0 to `size` - 1, `[size]`, int64.
+
+    The call does not wait for the device.
 
     Args:
         places: Indices, int64, of any shape.
-        counted: Bool, broadcastable to the shape of `places`. False for an index that does not count.
+        counted: Mask, bool, broadcastable to the shape of `places`. Indices with False are ignored.
         size: Number of indices.
     """
     # Ignored indices become `size`, because a selection would wait for the device.
@@ -150,12 +172,22 @@ def count_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
 
 
 def predict_classes(scores: Tensor, *, threshold: float) -> Tensor:
-    """Return classes, int64 `[N]`: the largest score of `[N, V]`, or 1 if a score of `[N]` exceeds `threshold`."""
+    """Return the predicted class numbers, `[N]`, int64.
+
+    Args:
+        scores: Scores `[N, V]`: the class with the largest score is predicted. Or `[N]` for two classes.
+        threshold: With scores `[N]`, a larger score predicts class 1.
+    """
     return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
 
 
 def probabilities(scores: Tensor, *, given: bool) -> Tensor:
-    """Return probabilities in float32 or better. given: The scores are probabilities already."""
+    """Return probabilities with the shape of the scores, in float32 or float64.
+
+    Args:
+        scores: Scores `[N, V]`, or `[N]` for two classes.
+        given: Whether the scores are already probabilities.
+    """
     scores = scores.to(at_least_float32(scores.dtype))
     if given:
         return scores
@@ -163,7 +195,7 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
 
 
 def stage_errors(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[ErrorDetails]:
-    """Yield the error of unknown stages, or of an empty list."""
+    """Yield an error for each unknown stage, or one error for an empty list."""
     expected = f"some of {', '.join(known)}"
     if not stages:
         yield hook.error("stages", got="[]", expected=expected, fix=hook.leave_out)

@@ -35,15 +35,16 @@ from exp.shared_types import Stage
 class Confusion(ClassCounts):
     """Draws `confusion/<stage>`, the confusion matrix of each evaluation: rows are targets, columns predictions.
 
-    Each sample of each rank counts once; texts and maps of pixels count by position. Targets outside 0 to V - 1, such
-    as an ignored -100, do not count. With up to 45 classes, cells show their counts; with more, only colors.
+    Each sample of each rank counts once. In texts and maps of pixels, each position counts. Targets outside 0 to V - 1,
+    such as -100, are ignored. With up to 45 classes, cells show their counts. With more classes they only have colors.
 
     Args:
-        num_classes: V, from 2 to 1000.
+        num_classes: Number of classes V, from 2 to 1000.
         stages: Evaluations that are drawn: val, test.
-        threshold: With one output and two classes, larger outputs are class 1. 0 for scores, 0.5 for probabilities.
-        output: Name of the scores among the outputs of the network.
-        target: Name of the classes among the entries of the batch.
+        threshold: With one output for two classes, a larger output predicts class 1. Use 0 for scores and 0.5 for
+            probabilities.
+        output: Key of the scores in the outputs of the network.
+        target: Key of the class numbers in the batch.
     """
 
     most_classes = 1000
@@ -76,7 +77,7 @@ class Matrix(Panel):
     """A confusion matrix that is drawn on the host.
 
     Args:
-        counts: `[V, V]`, int64, by target and prediction.
+        counts: Counts `[V, V]`, int64. Rows are targets, columns predictions.
         names: Names of the classes; empty without names.
     """
 
@@ -92,12 +93,14 @@ class Matrix(Panel):
 
 
 def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
-    """Return the confusion matrix `[V, V]`, int64, by class and prediction. Does not wait for the device.
+    """Return the confusion matrix `[V, V]`, int64. Rows are targets, columns predictions.
+
+    The call does not wait for the device.
 
     Args:
-        predictions: `[N]`, int64.
-        classes: `[N]`, int64. Classes outside 0 to V - 1 do not count.
-        num_classes: V.
+        predictions: Predicted class numbers `[N]`, int64.
+        classes: Targets `[N]`, int64. Values outside 0 to V - 1 are ignored.
+        num_classes: Number of classes V.
     """
     counted = (classes >= 0) & (classes < num_classes)
     places = classes * num_classes + predictions
@@ -110,18 +113,18 @@ PALEST = 0.2
 
 
 def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.ndarray:
-    """Draw a confusion matrix: rows are targets, columns predictions, hits are blue and misses orange.
+    """Return a picture of a confusion matrix. Rows are targets, columns predictions.
 
-    The depth of a color is the root of the share of the row, at least PALEST, so that one miss among thousands is
-    visible. Large cells show their counts.
+    Correct predictions are blue, and wrong predictions orange. The intensity of a color is the square root of the share
+    of the row, at least PALEST, so that one error among thousands is visible. Large cells show their counts.
 
     Args:
-        counts: `[V, V]`, integers, by target and prediction.
+        counts: Counts `[V, V]`, integers.
         title: Text above the matrix.
-        names: Names of the classes at the rows. Default: their numbers.
+        names: Names of the classes at the rows. A class without a name has its number.
 
     Returns:
-        uint8 `[H, W, 3]`, at most about 1,200 pixels high.
+        Pixels `[H, W, 3]`, uint8, at most about 1,200 pixels high.
     """
     classes = len(counts)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)

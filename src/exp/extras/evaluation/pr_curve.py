@@ -16,19 +16,20 @@ from exp.shared_types import Stage
 
 
 class PRCurve(ClassCounts):
-    """Logs `pr_curve/<stage>/<class>`, one class against the rest. With two classes, `pr_curve/<stage>` is the second.
+    """Logs a precision-recall curve of each class against all other classes, `pr_curve/<stage>/<class>`.
 
-    A sample is predicted to be of a class if the probability of the class is at least the threshold, from 0 to 1. Each
-    sample of each rank counts once; texts and maps of pixels count by position. Targets outside 0 to V - 1 do not
-    count. The hook counts on the device, in constant memory.
+    With two classes there is one curve, `pr_curve/<stage>`, of class 1. At a threshold from 0 to 1, a class is
+    predicted if its probability is at least the threshold. Each sample of each rank counts once. In texts and maps of
+    pixels, each position counts. Targets outside 0 to V - 1 are ignored. The hook counts on the device, in constant
+    memory.
 
     Args:
-        num_classes: V, 2 or more.
+        num_classes: Number of classes V, 2 or more.
         stages: Evaluations that are logged: val, test.
-        max_classes: Number of classes that are logged, the first ones.
-        probabilities: Whether the outputs are probabilities. Otherwise softmax is applied, or sigmoid to one output.
-        output: Name of the scores among the outputs of the network.
-        target: Name of the classes among the entries of the batch.
+        max_classes: Number of curves. Classes from this number on are not logged.
+        probabilities: Whether the outputs are probabilities. If not, softmax is applied, or sigmoid to a single output.
+        output: Key of the scores in the outputs of the network.
+        target: Key of the class numbers in the batch.
     """
 
     most_classes = 1_000_000
@@ -45,12 +46,12 @@ class PRCurve(ClassCounts):
     ) -> None:
         super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
         self.max_classes, self.probabilities = max_classes, probabilities
-        # The classes on the device, because a copy for each batch would wait for it.
+        # A tensor on the device, because copying it for each batch would wait for the device.
         self._drawn: Tensor | None = None
 
     @property
     def drawn_classes(self) -> tuple[int, ...]:
-        """Classes that are logged."""
+        """The numbers of the classes that are logged."""
         return (1,) if self.classes == 2 else tuple(range(min(self.classes, self.max_classes)))
 
     @property
@@ -79,14 +80,18 @@ class PRCurve(ClassCounts):
 
 
 def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
-    """Return the number of samples by the number of thresholds that they reach: `[C, 2, T + 1]`, int64.
+    """Return a histogram of samples for each class, by the number of thresholds that the probability reaches.
 
-    The second axis separates samples of other classes from samples of the class. Does not wait for the device.
+    The call does not wait for the device.
 
     Args:
-        shares: `[N, C]`, probabilities.
-        positive: `[N, C]`, bool.
-        counted: `[N]`, bool. False for a sample that does not count.
+        shares: Probabilities `[N, C]`.
+        positive: Mask `[N, C]`, bool. True if the sample belongs to the class.
+        counted: Mask `[N]`, bool. Samples with False are ignored.
+
+    Returns:
+        Numbers of samples `[C, 2, T + 1]`, int64, for T thresholds. Index 0 of the second axis has samples of other
+        classes, and index 1 samples of the class.
     """
     classes = shares.shape[1]
     limits = torch.linspace(0, 1, THRESHOLDS, device=shares.device, dtype=shares.dtype)
@@ -99,7 +104,13 @@ def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tenso
 
 
 def cases(found: Tensor) -> Tensor:
-    """Return true and false positives and true and false negatives, `[C, 4, T]`, from the result of `count_reached`."""
+    """Return the numbers of cases at each threshold, `[C, 4, T]`.
+
+    The second axis has true positives, false positives, true negatives and false negatives.
+
+    Args:
+        found: The result of `count_reached`.
+    """
     # A sample that reaches more thresholds than t is predicted to be of the class at threshold t.
     predicted = found.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     missed = found.sum(-1, keepdim=True) - predicted

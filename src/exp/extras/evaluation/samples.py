@@ -24,31 +24,35 @@ from exp.spelling import among
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
-# Numbers in a caption.
+# Largest number of values in a caption.
 NUMBERS = 3
 COLUMNS = 4
 CHANNELS = (1, 3, 4)
 
 
 class Samples(Hook):
-    """Draws `samples/<stage>`: pictures of an evaluation, or of a due training step, with captions.
+    """Draws input pictures with their targets and outputs as captions, `samples/<stage>`.
 
-    A caption has the target and the output. Classes have their names, with a blue frame if both agree and an orange
-    frame otherwise. Regressions have up to three numbers. Normalized pictures are restored with `mean` and `std`.
-    Bytes are shown unchanged. Without `mean` and `std`, the smallest value is black and the largest white.
+    A caption shows the names of the target class and the predicted class. The frame is blue if they agree, else orange.
+    A caption of a regression shows up to three numbers.
 
-    An evaluation shows a random selection from rank 0, always the same. A training step shows its first samples.
+    Normalized pictures are restored with `mean` and `std`. Without them, the smallest value of a picture is black and
+    the largest white. Pictures of bytes are shown unchanged.
+
+    An evaluation shows a random selection of samples of rank 0, which is the same each time. A training step shows its
+    first samples.
 
     Args:
-        every_n_steps: Period in training. Every evaluation is drawn.
+        every_n_steps: Period in training, in optimizer steps. Every evaluation is drawn.
         stages: Stages that are drawn: train, val, test.
         count: Number of pictures.
-        mean: Mean by which pixels from 0 to 1 were normalized, one number or one per channel.
-        std: Deviation by which they were normalized.
-        threshold: With one output and two classes, larger outputs are class 1. 0 for scores, 0.5 for probabilities.
-        input: Name of the pictures among the entries of the batch.
-        output: Name of the outputs.
-        target: Name of the targets.
+        mean: Mean with which pixels from 0 to 1 were normalized: one number, or one per channel.
+        std: Standard deviation with which the pixels were normalized: one number, or one per channel.
+        threshold: With one output for two classes, a larger output predicts class 1. Use 0 for scores and 0.5 for
+            probabilities.
+        input: Key of the pictures in the batch.
+        output: Key of the outputs in the outputs of the network.
+        target: Key of the targets in the batch.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Samples(Hook):
         self.stages, self.count = tuple(stages), count
         self.mean, self.std, self.threshold = mean, std, threshold
         self.input, self.output, self.target = input, output, target
-        # The pictures of an evaluation, by their random numbers.
+        # The selected samples of an evaluation, by their random numbers.
         self._parts: dict[float, Shown] = {}
         self._draw = np.random.default_rng(0)
         self._drawn_step = 0
@@ -123,7 +127,12 @@ class Samples(Hook):
         return {f"samples/{stage}": join_pictures(parts)} if parts else None
 
     def _select(self, values: Mapping[str, object], places: slice) -> Shown:
-        """Return some samples of a batch."""
+        """Return the panel of some samples of a batch.
+
+        Args:
+            values: Entries of the batch and outputs of the network by name.
+            places: Positions of the samples in the batch.
+        """
         shown, output, target = (
             None if found is None else found.detach()[places]
             for found in (next(tensors_in(values.get(name)), None) for name in (self.input, self.output, self.target))
@@ -140,9 +149,10 @@ class Shown(Panel):
     """Pictures with captions that are drawn on the host.
 
     Args:
-        pixels: uint8 `[N, C, H, W]`.
-        targets: `[N, K]`, a few numbers per sample, integers for classes. None without targets, or with too many.
-        outputs: Outputs in the same form.
+        pixels: Pictures `[N, C, H, W]`, uint8.
+        targets: Numbers `[N, K]`, K of 1 to 3 per sample, integers for classes. None without targets or with a larger
+            K.
+        outputs: Outputs `[N, K]`, with the same rules as targets.
         names: Names of the classes; empty without names.
     """
 
@@ -185,7 +195,7 @@ class Shown(Panel):
 
 
 def join_pictures(parts: Sequence[Shown]) -> Shown:
-    """Return the pictures of several batches as one panel. Their sizes may differ."""
+    """Return the pictures of several batches as one panel. Smaller pictures are padded with white."""
 
     def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
         known = [one for one in tensors if one is not None]
@@ -200,7 +210,7 @@ def join_pictures(parts: Sequence[Shown]) -> Shown:
 
 
 def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
-    """Return the predicted classes of scores. Return other outputs unchanged."""
+    """Return the predicted classes if the output has scores of classes, else the output unchanged."""
     if target.is_floating_point():
         return output
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape and output.shape[-1] > 1:
@@ -209,7 +219,7 @@ def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Return `[N, K]` if a caption can show K numbers, else None."""
+    """Return a tensor as numbers `[N, K]` for captions; None without a tensor or if K is larger than 3."""
     if tensor is None or not tensor.dim():
         return None
     flat = tensor.reshape(len(tensor), -1)

@@ -24,12 +24,12 @@ Dimensions = Mapping[str, Mapping[int, str]]
 
 # A frame in the stack trace that torch keeps for each node of a graph.
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)')
-# torch's message for a dimension that becomes a constant.
+# The part of torch's message that names a dynamic dimension which the network turns into a constant.
 CONSTANT = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic .*constant \((\d+)\)")
 
 
 class ExportRefused(RunError):
-    """A network cannot be exported."""
+    """Error of a network that cannot be exported."""
 
     def __init__(self, place: str, what: str) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class ExportRefused(RunError):
 
 
 def dimensions_of(network: NamedNetwork) -> Dimensions:
-    """Return the names of dynamic dimensions by input and axis: the batch, and lengths without a size."""
+    """Return the names of the dynamic dimensions, by input and axis: the batch and all axes without a fixed size."""
     found: dict[str, dict[int, str]] = {}
     for name, spec in network.inputs.items():
         unknown = [axis for axis, size in enumerate(spec.shape, 1) if size is None]
@@ -48,11 +48,11 @@ def dimensions_of(network: NamedNetwork) -> Dimensions:
 
 
 def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Dimensions) -> ExportedProgram:
-    """Return the graph of a network.
+    """Return the graph of a network from torch.export.
 
     Args:
         network: The network.
-        example: A batch of at least two samples.
+        example: A batch of at least two samples, by input.
         dimensions: The result of `dimensions_of`.
 
     Raises:
@@ -70,7 +70,13 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
 
 
 def export_error(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
-    """Return the error of a node of the graph, with its key in the config and its line of code."""
+    """Return the error for a node of the graph. The message has the key of the config and the line of code.
+
+    Args:
+        network: The network.
+        node: The node that cannot be exported.
+        why: The reason, which follows the name of the operator in the message.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()]
     # torch marks further calls of a layer: layer@1.
@@ -118,14 +124,15 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
 
 
 def _place(network: nn.Module, path: str, frames: list[tuple[str, int, str]]) -> tuple[str, str]:
-    """Return the config key of a layer with the line of its forward program, and the layer's class with its code line.
+    """Return two texts that locate an error: the config key of a layer, and the class of the layer.
 
-    The second text is empty if the first has a line.
+    If the error is in a forward program, the first text has its line, and the second text is empty. If not, the second
+    text has the line of user code.
 
     Args:
         network: The run's network.
         path: The path of the layer.
-        frames: File, line and text of each frame, the innermost last.
+        frames: File, line number and source line of each stack frame. The innermost frame is the last.
     """
     layer, key = network.get_submodule(path), config_key(network, path)
     program = [(line, text) for file, line, text in frames if file.startswith(FILE_PREFIX)]

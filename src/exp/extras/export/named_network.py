@@ -22,13 +22,13 @@ OUTPUT = "output"
 class NamedNetwork(nn.Module):
     """A network whose forward takes tensors by name, `[B, ...]`, and returns a dict of tensors by name.
 
-    A single output tensor is called `output`. Other outputs have the names of nested.named_parts, with dots between
-    levels. Parts that are no tensors are left out.
+    A single output tensor has the name `output`. Nested outputs have names with dots between levels, from
+    nested.named_parts. Outputs that are no tensors are left out.
 
     Args:
         network: The network in evaluation mode.
-        declared: The names of the data's inputs.
-        inputs: Shape and dtype of each input of the forward.
+        declared: Names of the inputs that the data provide.
+        inputs: Shape and dtype of each input that the forward takes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class NamedNetwork(nn.Module):
 
 
 def named_network(run: RunFiles, *, weights: str | Path | None) -> NamedNetwork:
-    """Return the network of a run in evaluation mode and in float32, with the weights of LoRA merged.
+    """Return the network of a run in evaluation mode and in float32. LoRA weights are merged into the layers.
 
     Args:
         run: The run.

@@ -40,9 +40,9 @@ ENDINGS: Mapping[Format, str] = {"onnx": "network.onnx", "torch_export": "networ
 SOURCE = "command line"
 SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-# Parts of the data in the order of preference: validation and test have no augmentation.
+# Splits in the order of preference. Validation and test are first, because they have no augmentation.
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
-# Batches whose sequences may have different lengths.
+# Largest number of batches that are read. Their sequences may have different lengths.
 BATCHES = 4
 NOTE = "inputs are as the run's data gives them to the network: standardized, encoded and transformed"
 
@@ -55,10 +55,10 @@ class Export:
 
     Args:
         path: The file.
-        bytes: Its size.
-        parameters: The number of parameters of the network.
-        largest_difference: The largest difference of an output from the network's.
-        samples: The number of samples that were compared.
+        bytes: Size of the file in bytes.
+        parameters: Number of parameters of the network.
+        largest_difference: Largest absolute difference between an output of the file and the output of the network.
+        samples: Number of samples that were compared.
     """
 
     path: Path
@@ -88,8 +88,8 @@ def export(
 
     Args:
         run: The run.
-        format: An ONNX file, or a graph of torch.export.
-        output: The file; None is network.onnx or network.pt2 in the run directory's exports/.
+        format: "onnx" for an ONNX file, or "torch_export" for a graph of torch.export.
+        output: Path of the file. None: network.onnx or network.pt2 in exports/ of the run directory.
         weights: The checkpoint, as in RunFiles.network.
 
     Raises:
@@ -143,7 +143,9 @@ def _description(
 
 
 def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
-    """Return a batch of each size in SIZES, and more batches with other lengths of sequences.
+    """Return one batch for each size in SIZES, and the batches with other sequence lengths.
+
+    The samples are from the validation split, or else from the test or training split.
 
     Raises:
         RunError: The data has no sample.
@@ -176,16 +178,16 @@ def _resize(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
 
 
 def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]], *, named: str) -> float:
-    """Return the largest difference of the outputs of a file from those of the network.
+    """Return the largest absolute difference between the outputs of a file and those of the network.
 
     Args:
         network: The network.
-        run: The file.
+        run: Function that runs the file on a batch of inputs.
         examples: Batches of inputs.
-        named: The program that runs the file, for messages.
+        named: Name of the program that runs the file, for messages.
 
     Raises:
-        RunError: An output differs by more than RELATIVE and ABSOLUTE, or the file cannot be run.
+        RunError: An output differs by more than ABSOLUTE + RELATIVE * |value|, or the file cannot be run.
     """
     largest = 0.0
     for inputs in examples:
@@ -236,7 +238,7 @@ def _program_runner(content: bytes) -> Runner:
 
 
 def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights: str | Path | None) -> Path:
-    """Return the file to write.
+    """Return the path of the file to write.
 
     Raises:
         ConfigError: The output is a directory, a file of the run, or has the suffix of another format.

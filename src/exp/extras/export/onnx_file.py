@@ -1,7 +1,7 @@
 """Writes a captured graph as an ONNX file, and reads and runs ONNX files with ONNX Runtime.
 
-The metadata of the file has JSON under the key `exp`: the run, columns of inputs, and readings of outputs. Files of
-other programs without this key are supported.
+The metadata of the file has JSON under the key `exp`: the run, the names of input columns, and the meaning of outputs.
+ONNX files of other programs, which lack this key, can be read as well.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', ov
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The metadata of an exported file, in plain values.
+    """Metadata of an exported file, in plain values.
 
     Args:
-        run: The run directory or checkpoint.
-        columns: The names along an input's last axis.
-        readings: How outputs are read, by name, as Reading.plain returns it.
-        served_table: The arguments of ServedTable, for inputs that are columns of a table.
+        run: Run directory or checkpoint.
+        columns: Names of the columns along the last axis, by input.
+        readings: Meaning of each output by name, as returned by Reading.plain.
+        served_table: Arguments of ServedTable if the inputs are columns of a table, else None.
     """
 
     run: str = ""
@@ -54,7 +54,7 @@ class Description:
 
     @classmethod
     def of_text(cls, text: str) -> Description:
-        """Read the JSON of a file, and ignore keys of other versions of exp.
+        """Return the description from the JSON of a file. Keys of other versions of exp are ignored.
 
         Raises:
             RunError: The JSON is not from exp.
@@ -68,7 +68,13 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """An input or output of a file. shape: Dynamic dimensions have a name, or None without one."""
+    """An input or output of an ONNX file.
+
+    Args:
+        name: Name of the tensor.
+        shape: Sizes of the axes. A dynamic axis has a name instead, or None.
+        dtype: Dtype of the tensor.
+    """
 
     name: str
     shape: tuple[int | str | None, ...]
@@ -76,11 +82,11 @@ class Port:
 
 
 class OnnxModel:
-    """An ONNX file in ONNX Runtime, on the CPU.
+    """An ONNX model that ONNX Runtime runs on the CPU.
 
     Args:
-        source: The file, or its bytes.
-        threads: Threads of one call. None: the default of ONNX Runtime.
+        source: Path of the ONNX file, or its content.
+        threads: Number of threads of one call. None: the default of ONNX Runtime.
 
     Raises:
         MissingExtraError: ONNX Runtime is not installed.
@@ -106,7 +112,7 @@ class OnnxModel:
         self.description = Description.of_text(found[METADATA]) if METADATA in found else Description()
 
     def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs by name.
+        """Return the outputs of the model by name.
 
         Raises:
             RunError: ONNX Runtime rejects the inputs, such as an index outside an embedding.
@@ -126,14 +132,14 @@ def onnx_bytes(
     outputs: Sequence[str],
     description: Description,
 ) -> bytes:
-    """Return a checked ONNX file of a captured graph.
+    """Return the content of an ONNX file for a captured graph, after a check by onnx.checker.
 
     Args:
         network: The network.
-        program: Its graph.
-        dimensions: The names of dynamic dimensions, by input and axis.
-        outputs: The names of the outputs, in order.
-        description: The metadata.
+        program: Graph of the network.
+        dimensions: Names of the dynamic dimensions, by input and axis.
+        outputs: Names of the outputs, in order.
+        description: Metadata of the file.
 
     Raises:
         ExportRefused: ONNX does not support an operator.
@@ -171,10 +177,14 @@ def onnx_bytes(
 
 
 def require_package(package: str, *, feature: str) -> Any:
-    """Return a package of the extra `export`.
+    """Return an imported package of the extra `export`.
+
+    Args:
+        package: Name of the package.
+        feature: Feature that needs the package, for the error.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: The package is not installed.
     """
     try:
         return importlib.import_module(package)
@@ -194,13 +204,13 @@ def _port(found: Any) -> Port:
 
 
 def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseException) -> ExportRefused:
-    """Return the error of an operator that ONNX does not support, or whose conversion fails."""
+    """Return the error for an operator that ONNX does not support, or that torch.onnx cannot convert."""
     texts = [str(cause) for cause in chain_of(error, explicit=True)]
     missing = MISSING.search("\n".join(texts))
     if missing is None:
         return ExportRefused("model", f"an operator cannot be written as ONNX: {shorten(texts[-1], most=200)}")
     operator, why = ".".join(missing.groups()).removesuffix(".default"), "has no counterpart in ONNX"
-    # The operator may be a part of another one.
+    # The missing operator may be a part of a composite operator, which the decomposed graph shows.
     for graph in (program.graph, program.run_decompositions().graph):
         for node in graph.nodes:
             if node.op == "call_function" and operator_of(node) == operator:

@@ -1,4 +1,4 @@
-"""Encodes the columns of a table in a request like the training data of a run."""
+"""Encodes table columns of a request to the server in the same way as the training data of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from exp.data.unlabelled import trained_table
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.run_files import RunFiles
 
-# Statistics of the training split that encode inputs. Some of them are tensors.
+# Keys of the training statistics that are needed to encode inputs. Those in TENSORS are tensors.
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
-# Keys of data with functions that change the columns further.
+# Keys of the data config with functions that change the encoded columns.
 TRANSFORMS = ("transforms", "eval_transforms", "batch_transforms", "collate")
 
 
 def table_form(run: RunFiles) -> dict[str, object] | None:
-    """Return the arguments of ServedTable in plain values; None if the inputs are not columns of a table."""
+    """Return the arguments of ServedTable as plain values; None if the inputs are not columns of a table."""
     if run.settings.has_own_loaders:
         return None
     node, fitted = unlabelled_node(run, Path("the request")), run.data.fitted
@@ -41,11 +41,11 @@ def table_form(run: RunFiles) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTable:
-    """The columns from which the inputs of a network are made.
+    """Encoder from table columns to the inputs of a network.
 
     Args:
-        fitted: The statistics of the training split.
-        options: The options of trained_table.
+        fitted: Statistics of the training split.
+        options: Keyword arguments of trained_table.
     """
 
     fitted: Fitted
@@ -53,7 +53,11 @@ class ServedTable:
 
     @classmethod
     def of(cls, form: Mapping[str, Any]) -> ServedTable:
-        """Return the table of a form that was read from JSON."""
+        """Return the encoder from plain values, such as the JSON of an exported file.
+
+        Args:
+            form: The result of `table_form`.
+        """
         used = {
             name: torch.tensor(value, dtype=torch.float64) if name in TENSORS else value
             for name, value in form["fitted"].items()
@@ -62,7 +66,7 @@ class ServedTable:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """The names of the columns that a request must have."""
         used = self.fitted[FITTED]
         return [*used["numbers"], *used["words"]]
 
@@ -70,10 +74,10 @@ class ServedTable:
         """Return the inputs of the network by name, and the counts of unknown words by column.
 
         Args:
-            columns: Values of one length: numbers or texts, None for a missing one.
+            columns: Lists of values of equal length, by column. Values are numbers or texts. None is a missing value.
 
         Raises:
-            ConfigError: exp.predict rejects such columns in a file.
+            ConfigError: The columns have values that exp.predict rejects in a file.
         """
         given = {name: columns[name] for name in self.columns}
         options = dict(self.options)

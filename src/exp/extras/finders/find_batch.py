@@ -36,13 +36,21 @@ FLAGS = (
     Flag("--max", int, None, "the largest size to try; the number of training samples", above=0),
     Flag("--steps", int, 5, "optimizer steps at each size", above=FEWEST_STEPS - 1),
 )
-# The search ends when the smallest size that does not fit is at most this share above the largest that fits.
+# The search ends when the distance from the largest size that fits to the smallest that does not fit is at most this
+# share of the former.
 WITHIN = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result of one size. After out of memory, peak and samples_per_second are None."""
+    """Result of a few steps with one batch size.
+
+    Args:
+        size: Batch size in samples.
+        fits: Whether the peak memory is within the limit.
+        peak: Peak memory in bytes. None after out of memory.
+        samples_per_second: Training speed. None after out of memory.
+    """
 
     size: int
     fits: bool
@@ -58,10 +66,10 @@ class Trial:
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Try sizes and print the largest that fits.
+    """Try batch sizes, and print the largest and the fastest size that fit.
 
     Returns:
-        0 with a size, 1 if not even one sample fits or a run fails, 2 for an error in the command, 128 + n after
+        0 if a size fits, 1 if not even one sample fits or a run fails, 2 for an error in the command, 128 + n after
         signal n.
     """
     flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
@@ -88,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unsuitable(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
-    """Yield the errors of a run without one batch size, or without a limit."""
+    """Yield an error if batches have several sizes, or if no memory limit is known."""
     data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:
         expected = "null: its batches have several sizes"
@@ -100,7 +108,7 @@ def unsuitable(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
 
 
 def samples_of(decided: Plan) -> int | None:
-    """Return the number of training samples; None for a stream."""
+    """Return the number of training samples; None for a data set without a length."""
     part = decided.data.part("train")
     try:
         return len(part)
@@ -109,13 +117,13 @@ def samples_of(decided: Plan) -> int | None:
 
 
 class Trials:
-    """Runs of a few steps at given sizes, in one directory.
+    """Runs a few steps at a given batch size, and collects the results in one directory.
 
     Args:
         config: Config of the run.
         decided: Plan of the run.
-        jobs: Runs a config in a new process.
-        steps: Optimizer steps of a trial.
+        jobs: Function that runs a config in a new process.
+        steps: Number of optimizer steps at each size.
         limit: Memory limit of a process in bytes. None: the memory of the GPU.
         overrides: Overrides of the command line.
     """
@@ -149,7 +157,11 @@ class Trials:
         self.limit, self.done = limit, list[Trial]()
 
     def __call__(self, size: int) -> Trial:
-        """Try a size, and print the result. Raise other errors of the run than out of memory."""
+        """Run a few steps at a batch size, print the result, and return it.
+
+        Raises:
+            RunError: The run fails for another reason than out of memory.
+        """
         from exp.config.frozen import COMPOSITION
         from exp.extras.finders.size_trial import SUMMARY
         from exp.launch.job_process import Died
@@ -181,7 +193,12 @@ class Trials:
         return trial
 
     def result(self, found: Trial, *, overrides: Sequence[str]) -> str:
-        """Return the summary of all trials, and the command to type."""
+        """Return the printed summary of all trials. The last line is a command that uses the largest size.
+
+        Args:
+            found: The trial of the largest size that fits.
+            overrides: Overrides of the command line.
+        """
         from exp.cli.command_line import with_values
 
         assert self.limit is not None
@@ -203,12 +220,14 @@ def _format_size(size: int) -> str:
 
 
 def search(trials: Trials, *, start: int, most: int | None) -> Trial:
-    """Return the largest size that fits, by trying sizes until the distance to the next larger size is within WITHIN.
+    """Return the trial of the largest batch size that fits.
+
+    The search ends when the smallest size that does not fit is at most WITHIN larger than the largest that fits.
 
     Args:
-        trials: Tries a size.
-        start: First size.
-        most: Largest size. None: no limit.
+        trials: Runs a trial of a size.
+        start: First size to try.
+        most: Largest size to try. None: no limit.
 
     Raises:
         RunError: Not even one sample fits.
@@ -233,8 +252,8 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
     """Return the size to try next; None if the search is over.
 
     Args:
-        largest: The largest size that fits; 0 if none is known.
-        too_large: The smallest size that does not fit, if one is known.
+        largest: Largest size known to fit; 0 if no size is known to fit.
+        too_large: Smallest size known not to fit; None if no size is known not to fit.
         most: The largest size to try. None: no limit.
     """
     step = step_of(largest)
@@ -247,5 +266,5 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
 
 
 def step_of(size: int) -> int:
-    """Return the distance at which the search ends."""
+    """Return the distance between two sizes, in samples, at which the search ends."""
     return max(1, int(WITHIN * size))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 PROGRAM = "exp.find_lr"
-# As in range_test.py, which imports torch.
+# A copy of FEWEST_STEPS in range_test.py, because importing that module would import torch.
 FEWEST_STEPS = 20
 FLAGS = (
     Flag("--min", float, 1e-8, "the first rate", above=0),
@@ -41,7 +41,7 @@ ENDS = {
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Run the test and print the suggested rate.
+    """Run the range test, and print the suggested learning rate.
 
     Returns:
         0 with a suggestion, 1 without one or if the test fails, 2 for an error in the command, 128 + n after signal n.
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unsuitable(decided: Plan) -> Iterator[ErrorDetails]:
-    """Yield the errors of a run without one learning rate to raise."""
+    """Yield an error for each setting with which the range test cannot increase a single learning rate."""
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of
 
@@ -91,7 +91,11 @@ def unsuitable(decided: Plan) -> Iterator[ErrorDetails]:
 
 
 def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Return the summary of the test and the command to type. Raise RunError if the test suggests no rate."""
+    """Return the printed summary of the test. The last line is a command that uses the suggested rate.
+
+    Raises:
+        RunError: The test suggests no rate.
+    """
     from exp.cli.command_line import with_values
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
 
@@ -114,12 +118,12 @@ def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[st
 
 
 def rates_with(optimizer: Mapping[str, Any], rate: float, *, own: float) -> dict[str, str]:
-    """Return the keys and values that set a rate and scale the rates of groups by the same factor.
+    """Return overrides, as values by key, that set the learning rate and scale the rates of groups by the same factor.
 
     Args:
-        optimizer: The config's node.
-        rate: The new rate.
-        own: The rate in the config.
+        optimizer: The node `optimizer` of the config.
+        rate: New learning rate.
+        own: Learning rate in the config.
     """
     key = "optimizer.lr" if "lr" in optimizer else "+optimizer.lr"
     groups = {name: group["lr"] for name, group in optimizer["groups"].items() if "lr" in group}

@@ -33,13 +33,14 @@ BETA = 0.98
 FEWEST_STEPS = 20
 # The test ends when the smoothed loss exceeds its lowest value by this factor.
 STOP_FACTOR = 4
-# A loss diverges if it exceeds the mean of the first losses by this number of their standard deviations, and by this
-# share of the largest decrease.
+# A loss diverges if it exceeds the mean of the first losses by DEVIATIONS standard deviations of the first losses, and
+# by OF_FALL times the largest decrease.
 DEVIATIONS, OF_FALL = 6, 0.25
-# Largest share of the rate at which the loss diverged or the test ended. With a quarter of that rate, a LeNet with SGD
-# and momentum is at chance level after three epochs.
+# The suggestion is at most this share of the rate at which the loss diverged or the test ended. With a quarter of that
+# rate, a LeNet with SGD and momentum is at chance level after three epochs.
 OF_LAST_RATE = 0.1
-# A decrease below this number of standard deviations is noise. Below this share of the loss it is rounding.
+# A decrease below NOISE standard deviations of the first losses is noise. A decrease below ROUNDING times the loss is a
+# rounding error.
 NOISE, ROUNDING = 1.25, 1e-6
 End = Literal["steps", "loss_rose", "not_finite"]
 
@@ -47,9 +48,9 @@ End = Literal["steps", "loss_rose", "not_finite"]
 class RangeTest(Callback):
     """A callback that increases the learning rate at every optimizer step, and ends the training when the loss rises.
 
-    The ratios between groups of the optimizer stay the same. The loss of a step is computed before its update. The
-    callback writes lr.csv, lr.json and lr.png to the run directory. It reads the losses from Recording, so that
-    trainer.log_every_n_steps must be 1.
+    The ratios between the learning rates of optimizer groups stay the same. The loss of a step is computed before the
+    update of the step. The callback writes lr.csv, lr.json and lr.png to the run directory. The callback Recording
+    provides the losses, so trainer.log_every_n_steps must be 1.
 
     Args:
         lowest: First value of optimizer.lr.
@@ -129,7 +130,7 @@ class RangeTest(Callback):
             group["lr"] = rate * factor
 
     def _judge(self, loss: float) -> End | None:
-        """Add a loss to the smoothed ones, and return the reason to end the test, or None."""
+        """Update the smoothed loss with the loss of a step, and return the reason to end the test, or None."""
         if not math.isfinite(loss):
             self.smoothed.append(math.nan)
             return "not_finite"
@@ -137,7 +138,7 @@ class RangeTest(Callback):
         # The initial mean of 0 has the weight BETA ** n after n losses.
         smoothed = self._mean / (1 - BETA ** len(self.losses))
         self.smoothed.append(smoothed)
-        # This form also supports negative losses.
+        # The difference instead of a ratio supports negative losses as well.
         is_high = smoothed > self._lowest + (STOP_FACTOR - 1) * abs(self._lowest)
         self._lowest = min(self._lowest, smoothed)
         return "loss_rose" if is_high else None
@@ -147,14 +148,15 @@ class RangeTest(Callback):
 
 
 def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """Return rates from the lowest to the highest, with a constant factor between neighbors."""
+    """Return the learning rate of each step, from the lowest to the highest, with a constant factor between steps."""
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 
 def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate at which half of the largest decrease of the loss is reached, before the first divergence.
+    """Return the rate at which half of the largest decrease of the loss is reached; None without a clear decrease.
 
-    Losses are means over neighboring steps. Return None if the decrease is not larger than the noise.
+    Only steps before the first divergence count. Losses are averaged over neighboring steps. The rate is at most
+    OF_LAST_RATE times the rate at the divergence. A decrease that is not larger than the noise is ignored.
     """
     stop = steps_before_divergence(losses)
     first = np.array(losses[: _count_of_first(losses)])
@@ -181,7 +183,7 @@ def steps_before_divergence(losses: Sequence[float]) -> int:
 
 
 def neighbor_means(losses: Sequence[float]) -> np.ndarray:
-    """Return the mean of each loss and its neighbors: 5 % of all steps on each side, fewer at the ends."""
+    """Return the moving average of the losses, over 5 % of all steps on each side and fewer steps at both ends."""
     reach = max(len(losses) // 20, 1)
     return np.array([np.mean(losses[max(step - reach, 0) : step + reach + 1]) for step in range(len(losses))])
 
@@ -191,7 +193,7 @@ def _count_of_first(losses: Sequence[float]) -> int:
 
 
 def picture(rates: Sequence[float], losses: Sequence[float], found: float | None) -> np.ndarray:
-    """Draw the losses, their means and the suggestion over the logarithm of the rate: uint8 `[H, W, 3]`."""
+    """Return a picture `[H, W, 3]`, uint8, of losses, moving average and suggestion over the logarithm of the rate."""
     stop = steps_before_divergence(losses)
     means = [*neighbor_means(losses[:stop]), *[math.nan] * (len(losses) - stop)]
     known = [loss for loss in losses[:stop] if math.isfinite(loss)] or [0.0]

@@ -1,7 +1,7 @@
-"""Runs the first steps of a planned run, for commands that search for one of its settings.
+"""Runs the first steps of a planned run, for commands that search for a setting: exp.find_lr and exp.find_batch.
 
-Network, data, order, objective, optimizer, precision and strategy are those of the run. Validation, test, checkpoints,
-resume and schedule are disabled.
+Network, data, sample order, objective, optimizer, precision and strategy are those of the planned run. Validation,
+test, checkpoints, resume and schedule are disabled.
 """
 
 from __future__ import annotations
@@ -50,14 +50,22 @@ LEFT_OUT_OF_TRAINER = ("min_epochs", "min_steps")
 
 
 class Unfinished(Interrupted):
-    """A signal ended a short run."""
+    """Error of a short run that a signal ended."""
 
     def __str__(self) -> str:
         return f"interrupted by signal {self.signum}; an incomplete test has no result and saves no state"
 
 
 class Flag(NamedTuple):
-    """A flag of a finder: name, type, default, help, and a number that the value must exceed."""
+    """A command-line flag of exp.find_lr or exp.find_batch.
+
+    Args:
+        name: Name of the flag, such as --steps.
+        kind: Function that converts the text of the value.
+        default: Default of the value.
+        help: Text for the help.
+        above: Number that the value must exceed. None: no limit.
+    """
 
     name: str
     kind: Callable[[str], object]
@@ -69,7 +77,9 @@ class Flag(NamedTuple):
 def parse(
     flags: Sequence[Flag], argv: Sequence[str], *, program: str, description: str
 ) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """Return the values of a command's flags and those of exp.train. The latter are None after a question.
+    """Return the values of the flags of a command, and the arguments of exp.train.
+
+    The arguments of exp.train are None if the command line was a question, such as --help, that this function answered.
 
     Args:
         flags: Flags of the command.
@@ -109,7 +119,7 @@ def parse(
 
 
 def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
-    """Return the config and the plan of exp.train for a command line.
+    """Return the config and the plan of the run that exp.train would start with these arguments.
 
     Raises:
         ConfigError: All errors.
@@ -146,8 +156,9 @@ def shorten_config(
     Args:
         config: Config of the run.
         decided: Plan of the run.
-        changes: Values by dotted key, in addition to SHORT. `callbacks` are added to the callbacks that are kept.
-        room: Folder in outputs/<name>/<room>/<date>/<time>, unless the overrides set a directory.
+        changes: Values by dotted key that are set in addition to SHORT. Entries of `callbacks` are added to the
+            callbacks that stay enabled.
+        room: Folder name in outputs/<name>/<room>/<date>/<time>. Overrides may set another directory.
         overrides: Overrides of the command line.
     """
     from omegaconf import OmegaConf, open_dict
@@ -174,7 +185,7 @@ def shorten_config(
 
 
 def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
-    """Return the names of the callbacks that change the first steps, and the names of the others."""
+    """Return the names of the callbacks that change the first steps, and the names of all other callbacks."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 
@@ -189,19 +200,27 @@ def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
 
 
 def relative_path(path: Path) -> Path:
-    """Return a path relative to the working directory if it is below it."""
+    """Return a path relative to the working directory, or unchanged if it is outside that directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write rows as CSV, with all digits."""
+    """Write rows as a CSV file. Floats keep all digits."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([header, *rows])
     write_atomic(path, file.getvalue())
 
 
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
-    """Run a short run with `fit`. Raise its errors, and Unfinished after a signal."""
+    """Return the report of a short run.
+
+    Args:
+        config: Config of the short run.
+        fit: Function that runs the config.
+
+    Raises:
+        Unfinished: A signal ended the run.
+    """
     try:
         return fit(config)
     except Interrupted as error:

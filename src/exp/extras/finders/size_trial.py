@@ -24,11 +24,11 @@ UNTIMED = 2
 class SizeTrial(Callback):
     """A callback that writes trial.json to the run directory: peak memory and samples per second, or out of memory.
 
-    Memory is that of rank 0: the peak of the CUDA allocator, or the resident set of the process. Times are measured
-    between the ends of steps, including data loading.
+    Memory is measured on rank 0: the peak of the CUDA allocator, or the resident set of the process. Times are measured
+    between the ends of steps and include data loading.
 
     Args:
-        steps: Optimizer steps of the run. At least one of them is timed.
+        steps: Number of optimizer steps of the run. The first two are not timed.
     """
 
     def __init__(self, *, steps: Annotated[int, Ge(UNTIMED + 1)]) -> None:

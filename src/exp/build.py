@@ -114,10 +114,9 @@ class Parts:
 
 
 def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None) -> Parts:
-    """Build the objects of a run for one rank.
+    """Build the objects of a planned run for one rank.
 
     Args:
-        plan: Plan of the run.
         directory: Run directory.
         resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
 

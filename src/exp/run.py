@@ -50,7 +50,6 @@ def run(
     """Run a frozen config as one rank. Rank 0 writes the report, even if the run fails or is interrupted.
 
     Args:
-        directory: Run directory.
         rank: Rank of this process. Default: the only rank.
         resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
         decided: Plan of the run. None: the plan is made from the frozen config.
@@ -58,9 +57,6 @@ def run(
         requeues: Largest number of times that SLURM queues the job again after its time limit. If set, the run resumes
             from the newest checkpoint in the run directory. None: without a limit if runtime.autoresume is true,
             otherwise the job is not queued again.
-
-    Returns:
-        The report of the run.
 
     Raises:
         BaseException: The error that ended the run.

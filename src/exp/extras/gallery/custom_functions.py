@@ -1,7 +1,7 @@
-"""Custom autograd Functions with a backward: Exp, Cube, MulConstant, Linear and StraightThrough.
+"""Custom autograd Functions: Exp, Cube, MulConstant, Linear and StraightThrough.
 
-They support double backward, torch.func (with generated vmap rules) and torch.compile. A forward program calls them by
-a name in `functions`; models use the layers below. They follow the examples of
+The Functions support double backward, torch.func (with generated vmap rules) and torch.compile. Models use them as
+layers. A forward program can also call them by a name in `functions`. They follow the examples of
 https://docs.pytorch.org/docs/stable/notes/extending.html: `setup_context` saves tensors of `forward`, and `backward`
 consists of differentiable operators.
 """
@@ -22,7 +22,7 @@ Step = Literal["round", "sign", "floor", "ceil"]
 
 
 class Context(Protocol):
-    """The context of these Functions, with the values that they save for the backward."""
+    """Context object of the Functions in this module, with the values that are saved for the backward."""
 
     constant: float
     saved_tensors: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ class Context(Protocol):
 
 
 class Exp(torch.autograd.Function):
-    """Exponential of `[...]`. It saves its result, which is also its derivative."""
+    """Elementwise exponential. The result is saved for the backward, because it equals the derivative."""
 
     generate_vmap_rule = True
 
@@ -51,7 +51,7 @@ class Exp(torch.autograd.Function):
 
 
 class Cube(torch.autograd.Function):
-    """Third power of `[...]`."""
+    """Elementwise third power."""
 
     generate_vmap_rule = True
 
@@ -70,7 +70,7 @@ class Cube(torch.autograd.Function):
 
 
 class MulConstant(torch.autograd.Function):
-    """Product of `[...]` and a constant without a gradient."""
+    """Product of a tensor and a constant. The constant gets no gradient."""
 
     generate_vmap_rule = True
 
@@ -88,7 +88,7 @@ class MulConstant(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """x `[..., in]` times the transpose of weight `[out, in]`, plus bias `[out]` or None: `[..., out]`."""
+    """Linear map: x `[..., in]` times the transpose of weight `[out, in]`, plus an optional bias `[out]`."""
 
     generate_vmap_rule = True
 
@@ -113,11 +113,11 @@ class Linear(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Step function of `[...]` with the identity as backward, because its derivative is 0 almost everywhere.
+    """Elementwise step function whose backward is the identity, because the derivative is 0 almost everywhere.
 
     Bengio, Leonard and Courville 2013, "Estimating or Propagating Gradients Through Stochastic Neurons",
-    arXiv:1308.3432. With a limit, the gradient is 0 outside [-limit, limit], as in Hubara et al. 2016, "Binarized
-    Neural Networks", arXiv:1602.02830, equation 4, for a limit of 1.
+    arXiv:1308.3432. With a limit, the gradient is 0 where the input is outside [-limit, limit]. A limit of 1 gives
+    equation 4 of Hubara et al. 2016, "Binarized Neural Networks", arXiv:1602.02830.
     """
 
     generate_vmap_rule = True
@@ -139,27 +139,30 @@ class StraightThrough(torch.autograd.Function):
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return the exponential of `[...]`."""
+    """Return the elementwise exponential."""
     return apply_function(Exp, x)
 
 
 def cube(x: Tensor) -> Tensor:
-    """Return the third power of `[...]`."""
+    """Return the elementwise third power."""
     return apply_function(Cube, x)
 
 
 def mul_constant(x: Tensor, constant: float) -> Tensor:
-    """Return the product of `[...]` and a constant."""
+    """Return the product of a tensor and a constant."""
     return apply_function(MulConstant, x, constant)
 
 
 def straight_through(x: Tensor, step: Step = "round", limit: float = math.inf) -> Tensor:
-    """Return a step function of `[...]`. The gradient passes unchanged within the limit."""
+    """Return an elementwise step function.
+
+    The gradient is unchanged where the absolute input is at most the limit, else 0.
+    """
     return apply_function(StraightThrough, x, step, limit)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `[..., out]` for x `[..., in]`, weight `[out, in]` and bias `[out]`.
+    """Return the linear map `[..., out]` of x `[..., in]`, with weight `[out, in]` and bias `[out]`.
 
     Under autocast, forward and backward use the dtype of autocast, as in torch.nn.functional.linear.
     """
@@ -173,21 +176,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class ExpLayer(nn.Module):
-    """Exponential layer."""
+    """Layer with the elementwise exponential."""
 
     def forward(self, x: Tensor) -> Tensor:
         return exp(x)
 
 
 class CubeLayer(nn.Module):
-    """Third power layer."""
+    """Layer with the elementwise third power."""
 
     def forward(self, x: Tensor) -> Tensor:
         return cube(x)
 
 
 class MulConstantLayer(nn.Module):
-    """Product with a constant that is not trained."""
+    """Layer that multiplies its input by a constant, which is not trained."""
 
     def __init__(self, *, constant: float) -> None:
         super().__init__()
@@ -198,14 +201,14 @@ class MulConstantLayer(nn.Module):
 
 
 class LinearLayer(nn.Linear):
-    """torch.nn.Linear with the custom backward: the same parameters, and a bitwise equal forward."""
+    """Linear layer with the custom backward. Parameters and forward equal those of torch.nn.Linear, bit for bit."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 class LazyLinearLayer(nn.LazyLinear):
-    """Lazy LinearLayer, whose in_features are inferred from its first input."""
+    """LinearLayer that infers in_features from its first input."""
 
     cls_to_become = LinearLayer
 
@@ -216,11 +219,12 @@ LAZY_CLASSES[LinearLayer] = (LazyLinearLayer, "in_features")
 
 
 class StraightThroughLayer(nn.Module):
-    """Step function in the forward, identity in the backward.
+    """Layer with a step function in the forward and the identity in the backward.
 
     Args:
         step: Step function.
-        limit: Absolute value above which the gradient is 0. `step=sign, limit=1` is the layer of binarized networks.
+        limit: Absolute value of the input above which the gradient is 0. `step=sign, limit=1` is the layer of binarized
+            networks.
     """
 
     def __init__(self, *, step: Step = "round", limit: Annotated[float, Gt(0)] = math.inf) -> None:

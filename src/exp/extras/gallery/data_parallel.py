@@ -1,6 +1,7 @@
-"""torch.nn.DataParallel: one process, with a replica of the network on each of its GPUs for each forward.
+"""Strategy with torch.nn.DataParallel: one process copies the network to each of its GPUs at each forward.
 
-Lightning removed it, and PyTorch advises against it. It is here for code that already uses it.
+Lightning removed this strategy, and PyTorch recommends DistributedDataParallel instead. exp has it for code that
+already uses it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ADVICE = (
 
 
 class DataParallel(Strategy):
-    """Splits inputs along their first dimension and gathers outputs on the first device. On CPU it has one replica."""
+    """Strategy that splits inputs along their first axis over the GPUs, and gathers outputs on the first GPU.
+
+    On CPU the network runs without replicas.
+    """
 
     replicates_in_threads = True
 
@@ -39,15 +43,18 @@ class DataParallel(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """A single process with all devices of the run."""
+        """The requested processes: a single process with all devices of the run."""
         return Demand(rest="layers")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of several nodes and, on GPUs, of a compiled network and of casts at layers."""
+        """Return the errors of several nodes and, on GPUs, of a compiled network and of casts of single layers."""
         return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
-        """Return everything on the first device, and a copy of the weights on each other device during a step."""
+        """Return the memory and communication of a run.
+
+        The first device has all state. Each other device has a copy of the weights and gradients during a step.
+        """
         count = load.placement.layers if load.placement.accelerator == "cuda" else 1
         if count == 1:
             return Footprint(places=[Place(ranks=(0,), held=load.whole_parameters())])
@@ -61,7 +68,7 @@ class DataParallel(Strategy):
         return Footprint(places=places, transfers=transfers, work=1 / count)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return a strategy with one device for Lightning; nn.DataParallel has the others."""
+        """Return Lightning's strategy. It has one device, and nn.DataParallel uses the others."""
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
@@ -84,7 +91,7 @@ class DataParallel(Strategy):
 
 
 class ReplicatingStrategy(SingleDeviceStrategy):
-    """A single process on its first device. On CPU the network is called without replicas.
+    """Lightning strategy of a single process on its first device. On CPU the network runs without replicas.
 
     Args:
         devices: torch's names of all devices.
@@ -107,7 +114,7 @@ class ReplicatingStrategy(SingleDeviceStrategy):
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """Replicas with different random numbers, which a resumed run repeats."""
+    """DataParallel whose replicas draw different random numbers. A resumed run draws the same numbers."""
 
     def forward(self, *inputs: object, **named: object) -> object:
         # A step seeds only the CPU and the first device.

@@ -19,20 +19,21 @@ CHANGES: tuple[Change, ...] = ("lit", "shifted", "inverted")
 
 
 class DigitDomains(Tensors):
-    """Digits of two domains: `input` float32 `[1, 8, 8]`, `target` int64, and `domain` int64 (0 source, 1 target).
+    """Data set of handwritten digits from two domains.
 
-    The training split has 600 labeled digits of the source domain and 600 unlabeled digits of the target domain. The
-    validation and test splits are other digits of the target domain, with labels.
+    A sample has `input` float32 `[1, 8, 8]`, `target` int64 and `domain` int64 (0 source, 1 target). The training split
+    has 600 labeled digits of the source domain and 600 unlabeled digits of the target domain. An unlabeled digit has
+    the target -100. The validation and test splits have other digits of the target domain, with labels.
 
     Args:
-        part: train, val or test.
-        change: The target domain. `lit`: half the contrast, with light from the right. `shifted`: moved by one pixel
-            down and right, with wrapping. `inverted`: negative.
+        part: Split: train, val or test.
+        change: Change of pictures in the target domain. `lit`: half the contrast, with light from the right. `shifted`:
+            moved down and right by one pixel, with wrapping. `inverted`: negative.
     """
 
     def __init__(self, *, part: Stage, change: Change = "lit") -> None:
         images, classes = tensors_of(Digits().entries)
-        # The same digits for every seed, so that no checkpoint is tested on its training digits.
+        # The division is independent of the run's seed, so that no checkpoint is tested on its training digits.
         order = permutation(seed=0, epoch=0, length=len(images))
         source, unlabelled, val, test = order.split([600, 600, 297, 300])
         if part == "train":
@@ -55,7 +56,7 @@ class DigitDomains(Tensors):
 
 
 def _change_domain(images: Tensor, change: Change) -> Tensor:
-    """Return images `[N, 1, 8, 8]` of the target domain."""
+    """Return images `[N, 1, 8, 8]` of the source domain, changed to the target domain."""
     if change == "inverted":
         return (DARKEST - 2 * CENTRE) / SPREAD - images
     if change == "shifted":

@@ -17,15 +17,15 @@ from exp.models.matching import ANY_BATCH_NORM
 
 
 class Ensemble(nn.Module):
-    """Networks with different initial values and the same input.
+    """Ensemble of networks that get the same input and differ in their initial parameters.
 
-    A parameter `weight` of the member is `member.weight` here, `[E, *shape]`, with one row per member. Dropout masks
-    differ between members.
+    A parameter `weight` of a member is stored as `member.weight`, `[E, *shape]`, with one row for each of E members.
+    Dropout masks differ between members.
 
     Args:
-        members: Number of members, E.
-        member: One member. The others are copies that draw new initial values with `reset_parameters`. Sizes are not
-            inferred, and vmap does not support running statistics.
+        members: Number of members E.
+        member: The first member. The other members are copies that draw new initial parameters with `reset_parameters`.
+            All sizes must be given. Running statistics are not supported, because vmap does not support them.
 
     Raises:
         ValueError: The member has layers without sizes, parameters without `reset_parameters`, or running statistics.

@@ -1,4 +1,4 @@
-"""Names of letters and syllables of eight scripts from Unicode: texts to classify that are part of Python."""
+"""Data set of texts that needs no download: Unicode names of letters and syllables of eight scripts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ CODES = range(0x10000)
 
 
 class LetterNames(Tensors):
-    """Names such as ALPHA WITH OXIA, labeled with their scripts, such as GREEK.
+    """Data set of letter names, such as ALPHA WITH OXIA, with the script as the class, such as GREEK.
 
-    The input is int64 `[T]`: indices into ALPHABET, padded with 0 on the left. The target is the index into SCRIPTS.
-    Some names, such as BA, occur in several scripts. The names are from unicodedata and depend on the Python version.
+    The input is int64 `[T]`: indices into ALPHABET, padded with 0 on the left. The target is an index into SCRIPTS.
+    Some names, such as BA, occur in several scripts. The names are from Python's unicodedata and depend on the Python
+    version.
 
     Args:
-        length: Characters of a sample, T. Longer names are cut.
-        most: Number of names per script, evenly spaced in alphabetical order. Hangul has 11,244.
+        length: Number of characters T of a sample. Longer names are cut.
+        most: Largest number of names per script. They are evenly spaced in alphabetical order. Hangul has 11,244 names.
     """
 
     def __init__(self, *, length: int = 20, most: int = 250) -> None:

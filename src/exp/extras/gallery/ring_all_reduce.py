@@ -1,12 +1,14 @@
 """Distributed data parallel with a ring all-reduce of the gradients that logs the bytes it sends.
 
-It shows how an all-reduce works; the backend's own is faster. A bucket is cut into one piece per rank. In n - 1 turns
-each rank sends a piece to the next rank and adds the piece that it receives. After them each rank has one piece of the
-sum. In n - 1 more turns these pieces go around the ring. Each rank sends 2 (n - 1) / n of the bytes of a bucket,
-whatever the number of ranks (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+The module shows how an all-reduce works. The all-reduce of the backend is faster.
+
+A bucket of gradients is cut into one piece for each of n ranks. In each of n - 1 turns, a rank sends a piece to the
+next rank, and adds the piece that it receives. After these turns, each rank has one piece of the sum. In n - 1 more
+turns, these pieces are passed around the ring. A rank sends 2 (n - 1) / n of the bytes of a bucket, which is less than
+twice the bucket for any n (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 """
 
-# No postponed annotations: DistributedDataParallel compares those of a hook with the classes themselves.
+# No postponed annotations, because DistributedDataParallel compares the annotations of a hook with classes.
 
 import logging
 from collections.abc import Sequence
@@ -30,10 +32,10 @@ KIB = 2**10
 
 
 class RingDDP(DDP):
-    """Data parallel with the options of ddp, except `communication_hook`."""
+    """Strategy ddp with a ring all-reduce. Its options are those of ddp, except `communication_hook`."""
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of ddp, of options that register a second hook, and of phases, which run no hook."""
+        """Return the errors of ddp, of options that register a second hook, and of phases, which skip the ring."""
         errors = [*super().errors(planned), *self.hook_errors(expected="null: the ring averages the gradients")]
         if planned.settings.phases and planned.placement.world_size > 1:
             expected = "none: phases average their gradients without the ring"
@@ -47,7 +49,7 @@ class RingDDP(DDP):
 
 
 class RingDDPStrategy(ExpDDPStrategy):
-    """Registers the ring as the hook of DistributedDataParallel."""
+    """Lightning strategy that registers the ring as the communication hook of DistributedDataParallel."""
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -69,32 +71,37 @@ def _around(ring: "Ring", bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class Ring:
-    """Counts the bytes that a rank sends.
+    """Averages gradients over all ranks, and counts the bytes that this rank sends.
 
     Attributes:
-        steps: Backwards whose gradients were averaged.
-        sent_bytes: Bytes sent since the start of the run.
+        steps: Number of backward passes whose gradients were averaged.
+        sent_bytes: Number of bytes sent since the start of the run.
     """
 
     def __init__(self) -> None:
         self.steps, self.sent_bytes = 0, 0
 
     def average(self, buffer: Tensor, *, is_last: bool) -> None:
-        """Average a bucket of gradients `[N]` over all ranks, in place. is_last: It is the last bucket of the step."""
+        """Average a bucket of gradients over all ranks, in place.
+
+        Args:
+            buffer: The bucket `[N]`.
+            is_last: Whether the bucket is the last of the step.
+        """
         self.sent_bytes += all_reduce(buffer)
         buffer.div_(dist.get_world_size())
         self.steps += is_last
 
     def report(self) -> None:
-        """Log the counts."""
+        """Log the number of steps and of sent bytes."""
         if self.steps:
             log.info(f"ring all-reduce: {self.steps:,} steps, {self.sent_bytes / KIB:,.1f} KiB sent by this rank")
 
 
 def all_reduce(buffer: Tensor) -> int:
-    """Add up a vector `[N]` over all ranks in place, and return the bytes that this rank sent.
+    """Sum a vector `[N]` over all ranks in place, and return the number of bytes that this rank sent.
 
-    Every rank must call it with the same N.
+    Every rank must call this function with the same N.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pieces = buffer.tensor_split(ranks)
@@ -109,7 +116,7 @@ def all_reduce(buffer: Tensor) -> int:
 
 
 def _exchange(piece: Tensor, received: Tensor) -> int:
-    """Send a piece to the next rank, fill `received` from the previous rank, and return the bytes sent."""
+    """Send a piece to the next rank, fill `received` from the previous rank, and return the number of bytes sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # A bucket with fewer numbers than ranks has empty pieces, which are not sent.
     messages = [dist.P2POp(dist.isend, piece, (rank + 1) % ranks)] if piece.numel() else []

@@ -1,4 +1,4 @@
-"""A multiple of the identity matrix, stored as one number, that torch's functions support by `__torch_function__`.
+"""Tensor-like type for a multiple of the identity matrix, stored as one number, with `__torch_function__`.
 
 https://docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-with-a-tensor-like-type
 """
@@ -16,13 +16,13 @@ from exp.models.initialisation import Scheme, fill
 
 
 class ScalarTensor:
-    """The matrix `value * I`, `[N, N]`.
+    """Matrix `value * I`, `[N, N]`, that is stored as one number.
 
-    torch's add, mul, matmul, mean, trace and inverse support it. Other functions raise TypeError.
+    torch's functions add, mul, matmul, mean, trace and inverse accept it. Other functions of torch raise TypeError.
 
     Args:
-        value: 0-d tensor, or a number.
-        size: N.
+        value: Number on the diagonal, as a 0-d tensor or a float.
+        size: Number of rows and columns N.
     """
 
     def __init__(self, value: Tensor | float, size: int) -> None:
@@ -51,7 +51,7 @@ def _add(one: ScalarTensor, other: ScalarTensor) -> ScalarTensor:
 
 
 def _mul(one: ScalarTensor | float, other: ScalarTensor | float) -> ScalarTensor:
-    """Return the elementwise product, or the product with a number."""
+    """Return the elementwise product of two matrices, or the product of a matrix and a number."""
     matrix = one if isinstance(one, ScalarTensor) else other
     assert isinstance(matrix, ScalarTensor)
     first, second = (each.value if isinstance(each, ScalarTensor) else each for each in (one, other))
@@ -77,11 +77,11 @@ FUNCTIONS: dict[object, Callable[..., object]] = {
 
 
 class ScalarMatrix(nn.Module):
-    """A linear layer with a ScalarTensor as its matrix: one trained number for all features.
+    """Linear layer that multiplies all features by one trained number, with a ScalarTensor as its matrix.
 
     Args:
-        size: Size of the last axis, N.
-        initialisation: Scheme of models/initialisation.py for the number.
+        size: Number of features N, the size of the last axis.
+        initialisation: Scheme of models/initialisation.py that initializes the number.
     """
 
     def __init__(self, *, size: Annotated[int, Ge(1)], initialisation: Scheme = "ones") -> None:

@@ -1,6 +1,7 @@
-"""Distributed data parallel with several devices per rank.
+"""Distributed data parallel with several devices per rank, over which the layers of the network are split.
 
-PyTorch's DDP tutorial combines both in the same way. DistributedDataParallel supports such modules without device_ids.
+PyTorch's DDP tutorial combines data parallelism and split networks in the same way. DistributedDataParallel supports a
+network on several devices if device_ids is None.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from exp.strategies.strategy import Blueprint
 
 
 class SplitDDP(DDP):
-    """Data parallel over ranks with several devices.
+    """Strategy ddp in which each rank splits the layers of its network over several devices.
 
     Args:
-        layers: Name patterns of the layers of each device of a rank, in order. None: balanced by bytes.
-        devices_per_rank: None: one per entry of `layers`, or two.
+        layers: Name patterns of the layers, one entry for each device of a rank. None: layers are balanced by bytes.
+        devices_per_rank: Number of devices of a rank. None: one for each entry of `layers`, or 2 without `layers`.
         options: Options of ddp.
     """
 
@@ -45,12 +46,12 @@ class SplitDDP(DDP):
 
     @property
     def demand(self) -> Demand:
-        """Return the devices of a rank. On a machine without a GPU, two ranks run."""
+        """Return the requested number of devices per rank. On a machine without a GPU, two ranks run."""
         each = self.devices_per_rank
         return Demand(dimensions=Dimensions(layers=each), cpu_devices=CPU_RANKS * each)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of ddp, of options that need a network on one device, and of the split."""
+        """Return the errors of ddp, of options that need a network on one device, and of the split into devices."""
         return [
             *super().errors(planned),
             *split_errors(planned, count=self.devices_per_rank, layers=self.layers),
@@ -58,7 +59,7 @@ class SplitDDP(DDP):
         ]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the parts on each device, and the gradients that are averaged."""
+        """Return the memory of each device, and the communication of the averaged gradients."""
         ranks = tuple(range(load.placement.world_size))
         places = device_places(load, count=self.devices_per_rank, layers=self.layers, ranks=ranks)
         return Footprint(places=places, transfers=load.gradient_transfers())
@@ -72,7 +73,7 @@ class SplitDDP(DDP):
 
 
 class SplitDDPStrategy(OverDevices, ExpDDPStrategy):
-    """A rank with data and loss on its last device."""
+    """Lightning strategy of a rank that has its data and loss on its last device."""
 
     def __init__(self, *, devices: Sequence[str], placement: Placement, options: SplitDDP) -> None:
         self.devices = tuple(map(torch.device, devices))

@@ -1,6 +1,6 @@
-"""Data sets of the package `datasets` of Hugging Face, from folders of save_to_disk or from memory.
+"""Data sets of Hugging Face's package `datasets`, from folders that save_to_disk wrote, or from memory.
 
-Nothing is downloaded, and no code in a folder is run. Folders are read as Arrow tables, and pictures from their paths.
+No data are downloaded, and no code in a folder is run. Folders are read as Arrow tables, and pictures from their paths.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ FITTED = "hf"
 
 
 class HuggingFace(Dataset[object]):
-    """A data set of `datasets`, with columns as inputs and as target.
+    """Data set of the package `datasets` that returns columns as inputs and target.
 
     Args:
-        path: A folder that save_to_disk made, of a Dataset or a DatasetDict.
-        source: A Dataset or DatasetDict instead of path, or a node whose `_target_` is a user function that returns it.
-        split: Split of a DatasetDict. Without it, splits with names such as train, validation and test are used. Other
-            splits, and a single split, are divided by data.parts and parts_seed.
-        target: See Fields. A ClassLabel has names of its numbers. Texts are classes in alphabetical order.
-        directory: Folder in which path is searched after the working directory.
-        inputs: See Fields; also task, dtypes and scale.
-        resize: See Images; also crop, mode, mean, std and background.
-        parts_seed: Seed of the division.
+        path: Folder with a Dataset or DatasetDict that save_to_disk wrote. Exactly one of path and source must be
+            given.
+        source: Dataset or DatasetDict, or a node whose `_target_` is a user function that returns one.
+        split: Name of the only split of a DatasetDict to use. None: splits are assigned to stages by names such as
+            train, validation and test. Missing splits are taken from train by data.parts and parts_seed.
+        target: See Fields. A column of type ClassLabel provides the names of the classes. Texts are classes in
+            alphabetical order.
+        directory: Folder in which a relative path is searched, after the working directory.
+        inputs: See Fields, also for task, dtypes and scale.
+        resize: See Images, also for crop, mode, mean, std and background.
+        parts_seed: Seed of the random division into splits.
 
     Raises:
         ConfigError: The package is not installed, a folder or column cannot be read, a column has texts, sound or
@@ -97,7 +99,10 @@ class HuggingFace(Dataset[object]):
         self._settle()
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Return the splits by stage. A missing split is taken from train, by its size.
+        """Return the splits by stage. Random samples of train are used for a missing split.
+
+        Args:
+            sizes: Sizes of the splits by stage: numbers or fractions of samples.
 
         Raises:
             ConfigError: Splits have unknown names.
@@ -124,13 +129,17 @@ class HuggingFace(Dataset[object]):
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
-        """Return the names of the classes in order; None without names."""
+        """Return the names of the classes in order, in a dict; None if the classes have no names."""
         rows = self._rows()
         names = _class_names(rows, self._target) if self._target is not None else None
         return {FITTED: {"classes": names}}
 
     def prepare(self, fitted: Fitted) -> Self:
-        """Number the classes as in the training split."""
+        """Return a copy of the split with classes numbered as in the training split.
+
+        Args:
+            fitted: The result of `fit` for the training split.
+        """
         part = copy.copy(self)
         part.known = fitted_entry(fitted, FITTED, part=self)["classes"]
         part.fields = copy.copy(self.fields)
@@ -146,7 +155,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes: the number of names, or the largest label + 1. None for regression."""
+        """The number of classes: the number of class names, or else the largest label + 1. None for regression."""
         if self.known is not None:
             return len(self.known)
         if self._target is None:
@@ -156,7 +165,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def targets(self) -> Tensor | None:
-        """Classes of all samples, int64 `[N]`, for a sampler; None without single class numbers."""
+        """The class numbers of all samples, int64 `[N]`, for samplers; None without one class number per sample."""
         if self._target is None:
             return None
         labels = [self._label(value) for value in self._rows().with_format(None)[self._target]]
@@ -172,7 +181,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def _target(self) -> str | None:
-        """The column of classes, if it has single numbers or texts."""
+        """The name of the target column if it has one number or text per row; None otherwise and for regression."""
         from datasets import ClassLabel, Value
 
         if self.fields.task == "regression" or not self.fields.targets:
@@ -208,7 +217,11 @@ class HuggingFace(Dataset[object]):
         return self.classes[value]
 
     def _settle(self) -> None:
-        """Check the columns and the first row."""
+        """Check the columns and the first row, and complete the fields from them.
+
+        Raises:
+            ConfigError: A column or a value is not supported.
+        """
         rows = next(iter(self.held.values()))
         if not len(rows):
             raise data_error("dataset", got="a data set without rows", expected="at least one row")
@@ -223,12 +236,18 @@ class HuggingFace(Dataset[object]):
 
 
 def _is_transformed(rows: datasets.Dataset) -> bool:
-    """Return whether rows have a user transform, set by with_transform."""
+    """Return whether the user set a transform of the rows with `with_transform`."""
     return bool(rows.format["type"] == "custom")
 
 
 def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None = None) -> dict[str, object]:
-    """Return the values of a row by column: of the existing columns in `names`, or of all columns."""
+    """Return the values of a row by column.
+
+    Args:
+        rows: The rows.
+        index: Index of the row.
+        names: Columns to read. Missing columns are skipped. None: all columns.
+    """
     if _is_transformed(rows):
         return dict(rows[index])
     table = rows.with_format("arrow")[index]
@@ -237,10 +256,10 @@ def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None =
 
 
 def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
-    """Return the data sets in a folder of save_to_disk, by split.
+    """Return the data sets in a folder that save_to_disk wrote, by name of the split.
 
     Raises:
-        ConfigError: The folder is not from save_to_disk, or is damaged.
+        ConfigError: The folder was not written by save_to_disk, or is damaged.
     """
     import datasets
     from pyarrow import ArrowException
@@ -263,10 +282,10 @@ def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
 
 
 def _check_splits(found: object) -> Mapping[str, datasets.Dataset]:
-    """Return the data set of a user function or a folder, by split.
+    """Return a value as data sets by name of the split. A Dataset becomes the split train.
 
     Raises:
-        ConfigError: The value is no data set.
+        ConfigError: The value is no Dataset or DatasetDict.
     """
     import datasets
 
@@ -321,7 +340,7 @@ def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
 
 
 def _whole(sizes: Mapping[Stage, int | float]) -> dict[Stage, int | float]:
-    """Scale fractions so that they sum to one; leave numbers unchanged."""
+    """Return sizes with fractions scaled to the sum 1. Numbers of samples are returned unchanged."""
     if all(isinstance(size, float) for size in sizes.values()):
         total = sum(sizes.values())
         return {stage: size / total for stage, size in sizes.items()} if total > 0 else dict(sizes)

@@ -31,18 +31,19 @@ _REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
 
 
 class MlflowLogger(RunLogger, MLFlowLogger):
-    """Logs values, images and texts under the same tags, and hyperparameters as params, to a run of MLflow.
+    """Logger that writes values, images and texts to a run of MLflow, under the same tags as in TensorBoard.
 
-    Values are written every `flush_seconds`, because a call takes milliseconds. A resume continues the MLflow run and
-    skips steps that it has, because their values are equal and MLflow cannot remove them. Characters of tags that
-    MLflow does not allow become `_`.
+    Hyperparameters become params of MLflow. Values are collected and written every `flush_seconds`, because a call of
+    MLflow takes milliseconds. A resumed run continues the same MLflow run. Steps that the MLflow run already has are
+    skipped, because their values are equal and MLflow cannot remove them. Characters that MLflow does not allow in tags
+    become `_`.
 
     Args:
-        directory: Run directory, set by build.py. mlflow.json in it has the id of the MLflow run.
-        tracking_uri: A file such as `sqlite:///outputs/mlflow.db`, or the address of a server.
-        experiment: Experiment of the run in MLflow.
-        artifacts: Folder of images and texts, for a store that is a file.
-        flush_seconds: Interval between two writes.
+        directory: Run directory, set by build.py. Its file mlflow.json has the id of the MLflow run.
+        tracking_uri: Database file such as `sqlite:///outputs/mlflow.db`, or the address of a server.
+        experiment: Name of the experiment in MLflow.
+        artifacts: Folder for images and texts if tracking_uri is a file.
+        flush_seconds: Seconds between two writes.
     """
 
     def __init__(
@@ -95,7 +96,12 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log values by tag. step: Completed optimizer steps."""
+        """Collect values for the next write.
+
+        Args:
+            metrics: Values by tag.
+            step: Number of completed optimizer steps.
+        """
         step, now = self._step_of(step), int(1000 * time.time())
         self._waiting += [(_name_of(tag), value, now, step) for tag, value in metrics.items()]
         self._rows += 1
@@ -112,11 +118,11 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing, because MLflow cannot remove values. `save` skips existing steps."""
+        """Do nothing, because MLflow cannot remove values. `save` skips steps that exist."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Write waiting values."""
+        """Write the collected values to MLflow."""
         from mlflow.entities import Metric
 
         waiting, self._waiting, self._rows = self._waiting, [], 0
@@ -131,7 +137,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Write waiting values after a stage. More stages may follow."""
+        """Write the collected values. The MLflow run stays open, because more stages may follow."""
         self.save()
 
     @rank_zero_only
@@ -140,7 +146,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self.experiment.set_terminated(self.run_id, _STATUS[status])
 
     def _last_step(self, key: str) -> int:
-        """Return the last step of a tag in the store; -1 in a new run."""
+        """Return the last step that MLflow has for a tag; -1 in a new run."""
         if not self._is_continued:
             return -1
         if key not in self._reached:
@@ -150,7 +156,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process at a time create database, experiment and run, because jobs of a sweep start together."""
+        """Lock the database file within the block, because jobs of a sweep may create it at the same time."""
         if self._database is None:
             yield
             return

@@ -45,7 +45,13 @@ class Chart:
 
 
 class Band(NamedTuple):
-    """The mean and deviation (n - 1) of curves, `[N]` each; nan for a curve that is not finite, or without others."""
+    """Mean and standard deviation of curves at N steps. A value is nan if a curve is not finite at the step.
+
+    Args:
+        steps: Optimizer steps `[N]`.
+        mean: Mean of the curves `[N]`.
+        deviation: Standard deviation over n - 1, `[N]`; nan for a single curve.
+    """
 
     steps: np.ndarray
     mean: np.ndarray
@@ -53,14 +59,14 @@ class Band(NamedTuple):
 
 
 def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Chart], list[str]]:
-    """Draw the pictures of a comparison.
+    """Return the pictures of a comparison, one for each tag.
 
     Args:
         comparison: The runs.
         tags: Tags that are drawn first.
 
     Returns:
-        The pictures, and one note for each omitted picture.
+        The pictures, and notes about omitted pictures and warnings, one line each.
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
@@ -74,15 +80,15 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
     with matplotlib.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drawn = [_curve(comparison, tag) for tag in curves]
-    # For example missing letters of the font.
+    # Warnings of Matplotlib, for example about characters that the font lacks.
     notes += dict.fromkeys(f"of the pictures: {warning.message}" for warning in caught)
     return drawn, notes
 
 
 def band(curves: Sequence[Curve]) -> Band | None:
-    """Return the mean and deviation of curves over their common range of steps; None without a common range.
+    """Return the mean and standard deviation of curves over their common range of steps; None without a common range.
 
-    Missing values are interpolated linearly.
+    Values at steps that a curve lacks are interpolated linearly.
     """
     curves = [curve for curve in curves if len(curve.steps)]
     if not curves:
@@ -98,7 +104,7 @@ def band(curves: Sequence[Curve]) -> Band | None:
 
 
 def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list[str]:
-    """Return the tags whose curves are drawn."""
+    """Return the tags to draw, at most MOST_CURVES, and add notes about the others to `notes`."""
     found = dict.fromkeys(tag for record in comparison.records for tag in record.curves)
     first = [*tags, *([] if comparison.tag is None else [compared_tag(comparison.tag)]), "loss/train", "loss/val"]
     ordered = [tag for tag in dict.fromkeys([*first, *sorted(filter(is_of_validation, found))]) if tag in found]
@@ -112,7 +118,10 @@ def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list
 
 
 def _curve(comparison: Comparison, tag: str) -> Chart:
-    """Draw the curves of a tag. The best run is last; up to seven other runs have colors, more are gray."""
+    """Return the picture with the curves of a tag.
+
+    The best run is drawn last. Up to seven other runs have different colors. If there are more, all others are gray.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 
@@ -155,7 +164,7 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
 
 
 def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[bool, Curve]]:
-    """Return the curves of repeats, each with whether its run was completed."""
+    """Return pairs for a group of repeats: whether the run was completed, and its curve."""
     curves = [(row.status in FINISHED, comparison.records[row.job].curves.get(tag)) for row in group.rows]
     return [(is_done, curve) for is_done, curve in curves if curve is not None]
 
@@ -163,7 +172,7 @@ def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[b
 def _draw_group(
     axes: Any, comparison: Comparison, group: Repeats, tag: str, *, color: str, label: str, width: float = 1.2
 ) -> None:
-    """Draw repeats as a mean with a band, and runs that were not completed as dashed lines."""
+    """Draw the completed runs of a group as their mean with a band, and other runs as dashed lines."""
     style: dict[str, object] = {"color": color, "linewidth": width}
     curves = _curves_of(comparison, group, tag)
     joint = band([curve for is_done, curve in curves if is_done])
@@ -179,7 +188,7 @@ def _draw_group(
 
 
 def _label(comparison: Comparison, group: Repeats) -> str:
-    """Return the swept values, or the name of the run without them."""
+    """Return the label of a group: its swept values, or the name of the run if no key differs."""
     swept = comparison.label(group.swept)
     return _short(swept or ("all" if comparison.repeat_over else group.rows[0].name))
 

@@ -29,14 +29,14 @@ from exp.sweeps.ledger import is_sweep
 from exp.sweeps.results import again_command, best_line, rich_tables
 
 PAGE = "report.html"
-# Notes in the terminal; the page has all notes.
+# Largest number of notes that are printed. The page has all notes.
 MOST_NOTES = 12
 EXPECTED = "a run directory, a sweep directory, or a folder above them, such as outputs of python -m exp.train"
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Write the report. Print the table, the best run and the command that starts from it.
+    """Write the report, and print the table, the best run and a command that starts from the config of the best run.
 
     Returns:
         0; 2 without runs; 1 if the report cannot be written.
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
-    """Read and compare runs.
+    """Return the comparison of the runs that were found.
 
     Raises:
-        ReportError: The runs do not have a key or a tag of the command.
+        ReportError: The runs lack a key or a tag that the command line names.
     """
     records = [read_run(run, tags=tags_of(arguments.metric)) for run in found.runs]
     trained = [record for record in records if record.value_of("train") != "false"] or records
@@ -75,10 +75,9 @@ def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
 
 
 def _write(arguments: argparse.Namespace, text: str, charts: Sequence[Chart]) -> Path:
-    """Write the page and the pictures to --output, report/ of a single sweep, or a new directory of outputs/reports.
+    """Write the page and the pictures to a directory, and return the directory.
 
-    Returns:
-        The directory.
+    The directory is --output, or report/ of a single sweep, or else a new directory below outputs/reports.
     """
     places = arguments.directories
     directory = arguments.output or places[0] / "report"
@@ -116,7 +115,7 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
 
 
 def _refuse_missing(place: Path) -> None:
-    """Raise ReportError if a place is not a directory."""
+    """Raise ReportError if a path of the command line is not a directory."""
     if not os.path.isdir(place):
         there = "is a file" if os.path.exists(place) else "does not exist"
         near = find_nearest(place.name, (path.name for path in place.parent.glob("*/")))
@@ -125,7 +124,7 @@ def _refuse_missing(place: Path) -> None:
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
-    """Return the error of places without runs."""
+    """Return the error that no run was found in the directories of the command line."""
     parents = [parent for place in places for parent in place.absolute().parents]
     above = next((parent for parent in parents if any(os.path.isfile(parent / name) for name in MARKS)), None)
     fix = "" if above is None else f". Did you mean {os.path.relpath(above)}?"

@@ -32,13 +32,13 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def page(comparison: Comparison, charts: Sequence[Chart], *, notes: Sequence[str], about: str) -> str:
-    """Return the page.
+    """Return the HTML page of a comparison.
 
     Args:
-        comparison: The runs.
+        comparison: The compared runs.
         charts: The pictures.
-        notes: Decisions, omissions and unreadable files, one line each.
-        about: Time and command.
+        notes: Notes about decisions, omissions and unreadable files, one line each.
+        about: Text with the time and the command, for the end of the page.
     """
     count = len(comparison.rows)
     shown = os.path.relpath(comparison.base)

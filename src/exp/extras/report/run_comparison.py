@@ -16,30 +16,30 @@ from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
 from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing_keys, repeats_of
 
-# Tags whose smaller values are better, if neither the config nor the command sets a mode.
+# Smaller values of these tags are better if neither the config nor the command sets a mode.
 LESS = re.compile(
     r"(^|[/_])(loss|error|mae|mse|rmse|mape|nll|perplexity|bits_per_character|seconds|ms|mib|steps)($|[/_])"
 )
 
 
 class ReportError(RunError):
-    """Error of a comparison that is not possible."""
+    """Error of a report whose runs, keys or tags do not exist."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A comparison of runs.
+    """Comparison of runs.
 
     Args:
-        base: The folder above all runs.
+        base: Common parent folder of all run directories.
         records: The runs.
-        rows: One row for each record; `job` is its index.
-        tag: The tag by which the runs are compared; None if they monitor different tags.
-        keys: The hyperparameters that differ.
-        repeat_over: The key in which repeats differ; None without repeats.
-        notes: Decisions and unreadable files, one line each.
+        rows: Rows of the table, one for each record. `job` of a row is the index of its record.
+        tag: Tag by which the runs are compared; None if the runs monitor different tags.
+        keys: Keys of the hyperparameters that differ between runs.
+        repeat_over: Key in which repeats of a run differ, such as seed; None without repeats.
+        notes: Notes about decisions and unreadable files, one line each.
     """
 
     base: Path
@@ -52,14 +52,14 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Repeats]:
-        """Groups of repeats; single runs without repeats."""
+        """The groups of repeats. Without repeats, each group has one run."""
         if self.repeat_over is None:
             return [Repeats(swept=row.swept, rows=[row]) for row in self.rows]
         return repeats_of(self.rows, over=self.repeat_over)
 
     @cached_property
     def best(self) -> Row | None:
-        """The best run; with repeats, the best run of those with the best mean."""
+        """The best run; None without one. With repeats, the best run of the group with the best mean."""
         return best_of(self.rows, repeat_over=self.repeat_over)
 
     @cached_property
@@ -73,7 +73,7 @@ class Comparison:
         return " ".join(f"{self.short(key)}={swept[key]}" for key in keys)
 
     def short(self, key: str) -> str:
-        """Return the last part of a key if it is unique, else the key."""
+        """Return the last part of a key if no other compared key has the same last part, else the key."""
         last = key.rpartition(".")[2]
         return last if [one.rpartition(".")[2] for one in self.keys].count(last) == 1 else key
 
@@ -85,17 +85,17 @@ def compare(
     metrics: Sequence[str] = (),
     problems: Sequence[str] = (),
 ) -> Comparison:
-    """Compare runs.
+    """Return the comparison of runs.
 
     Args:
-        records: At least one run, with absolute directories.
-        repeat_over: The key in which repeats differ, or none. None takes the key of the runs' own config, else the fold
-            or the seed if runs differ in it alone.
-        metrics: TAG, TAG:min or TAG:max. The first replaces the monitored tag.
-        problems: Notes from the search for the runs.
+        records: One or more runs with absolute directories.
+        repeat_over: Key in which repeats differ, or "none" for no repeats. None: the key in the configs of the runs, or
+            else the fold or the seed if some runs differ only in it.
+        metrics: Tags, each as TAG, TAG:min or TAG:max. The first replaces the monitored tag.
+        problems: Notes from the search for runs.
 
     Raises:
-        ReportError: The runs do not have a key or a tag.
+        ReportError: The runs lack a key or a tag.
     """
     notes = list(problems)
     wanted = [_find_wanted(records, text, notes) for text in metrics]
@@ -138,12 +138,16 @@ def compare(
 
 
 def tags_of(metrics: Sequence[str]) -> list[str]:
-    """Return the tags of TAG, TAG:min and TAG:max."""
+    """Return the tags without the suffixes `:min` and `:max`."""
     return [re.sub(r":(min|max)$", "", text) for text in metrics]
 
 
 def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tuple[str, Mode]:
-    """Return a tag of --metric, and its mode."""
+    """Return the tag and the mode of a value of --metric.
+
+    Raises:
+        ReportError: No run has the tag.
+    """
     (tag,) = tags_of([metric])
     known = list(dict.fromkeys(tag for record in records for tag in (*record.curves, *record.metrics)))
     if tag not in known:
@@ -161,7 +165,7 @@ def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) ->
 
 
 def _find_monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str | None, Mode]:
-    """Return the tag that all runs monitor, and its mode."""
+    """Return the tag that all runs monitor, and its mode. The tag is None if the runs monitor different tags."""
     pairs = {(record.monitor, record.mode) for record in records if record.monitor is not None and record.mode}
     if len(pairs) > 1:
         listed = among(sorted(f"{tag} ({mode})" for tag, mode in pairs))
@@ -180,7 +184,7 @@ def _swept_value(record: RunRecord, key: str) -> str:
 
 
 def _point(record: RunRecord, tag: str | None, mode: Mode) -> tuple[float, int | None]:
-    """Return a run's value of a tag of --metric, and its step."""
+    """Return the best value of a tag in a run, and the optimizer step of the value."""
     if tag is None or tag == record.monitor:
         return record.value, record.step
     value, step = best_point(record.curves.get(compared_tag(tag)), mode=mode)

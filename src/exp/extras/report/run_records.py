@@ -1,7 +1,7 @@
-"""Reads the run directories of runs and sweeps below a folder, as far as possible.
+"""Reads the run directories of runs and sweeps below a folder, even if files are missing or damaged.
 
-Runs that are running, killed, partly copied or deleted while they are read become records and never errors. `problems`
-has a line for each missing or damaged file.
+A run that is running, killed, partly copied or deleted during the read becomes a record and raises no error. `problems`
+of the record has a line for each missing or damaged file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
 
 
 class Facts(TypedDict):
-    """The fields of a record that a report fills."""
+    """Fields of a RunRecord whose values are from report.json."""
 
     status: str
     value: float
@@ -52,18 +52,18 @@ class Facts(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The contents of a run directory.
+    """Contents of a run directory.
 
     Attributes:
         status: Status of the report, or RUNNING, NO_REPORT, UNREADABLE.
-        typed: Values of its overrides by key, as text.
-        config: Values of its frozen config. Empty if it cannot be read.
+        typed: Values of the overrides by key, as text.
+        config: Frozen config. Empty if it cannot be read.
         monitor: Monitored tag. None if the config cannot be read.
         mode: Direction of the monitored tag. None if the config cannot be read.
-        value: Best monitored value so far, whatever the status. nan without one.
+        value: Best value of the monitored tag, also for a run that is not completed. nan without a value.
         step: Optimizer step of the value.
         metrics: Last value of each tag.
-        seconds: Wall time. nan if it is unknown.
+        seconds: Wall time in seconds. nan if it is unknown.
         curves: Curves by tag.
         problems: A line for each file that is missing or damaged.
     """
@@ -85,7 +85,7 @@ class RunRecord:
     problems: Sequence[str] = ()
 
     def value_of(self, key: str) -> str | None:
-        """Return a hyperparameter as text: the value in the config, or the option of a group. Return None without."""
+        """Return a hyperparameter as text: the value in the config, or else the override. None without a value."""
         found = Values(dict(self.config))[key]
         if found is UNKNOWN or isinstance(found, dict | list):
             return self.typed.get(key)
@@ -93,7 +93,7 @@ class RunRecord:
 
 
 def text_of(value: object) -> str:
-    """Return a value as in YAML: 1 and 1.0 are different texts, 1e-4 and 0.0001 are equal."""
+    """Return a value as text in YAML. 1 and 1.0 give different texts, and 1e-4 and 0.0001 the same text."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -101,7 +101,12 @@ def text_of(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Run directories, absolute, each once, 9 before 10. problems: Folders that cannot be read."""
+    """Result of a search for runs.
+
+    Args:
+        runs: Absolute run directories, without duplicates, in natural order (9 before 10).
+        problems: Messages about folders that cannot be read.
+    """
 
     runs: Sequence[Path]
     problems: Sequence[str]
@@ -125,7 +130,12 @@ def find_runs(places: Sequence[Path]) -> Found:
 
 
 def is_run(folder: Path, *, names: Collection[str]) -> bool:
-    """Return whether a folder is a run directory. names: Names of the entries of the folder."""
+    """Return whether a folder is a run directory.
+
+    Args:
+        folder: The folder.
+        names: Names of the files and folders in it.
+    """
     if any(name in names for name in NO_RUN):
         return False
     return any(name in names for name in MARKS) or (EVENTS in names and _has_events(folder))
@@ -168,12 +178,12 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
 
 
 def is_of_validation(tag: str) -> bool:
-    """Return whether a tag is a loss or metric of the validation split, except those of a class or term."""
+    """Return whether a tag is a loss or metric of the validation split, except values of single classes or terms."""
     return tag.endswith("/val") and tag.count("/") == 1
 
 
 def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
-    """Return a record with the facts of report.json. Without a report, the facts follow from the curves."""
+    """Return a record with the values of report.json, or with values from the curves if there is no report."""
     directory = record.directory
     exists = os.path.lexists(directory / "report.json")
     facts = read_part(directory, "report.json", _facts, problems) if exists else None
@@ -191,7 +201,7 @@ def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
 
 
 def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | None]:
-    """Return the best finite value of a curve, and its first step. Return nan and None without one."""
+    """Return the best finite value of a curve, and the first step with this value; nan and None without a value."""
     pick = max if mode == "max" else min
     pairs = [] if curve is None else list(zip(curve.values.tolist(), curve.steps.tolist(), strict=True))
     finite = [(value, step) for value, step in pairs if math.isfinite(value)]
@@ -202,7 +212,14 @@ def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | 
 
 
 def read_part(directory: Path, name: str, read: Callable[[Path], Part], problems: list[str]) -> Part | None:
-    """Return the result of `read` for a file of a run directory. After one of DAMAGE, add a line to `problems`."""
+    """Return the result of `read` for a file of a run directory; None if the file is missing or damaged.
+
+    Args:
+        directory: Run directory.
+        name: Name of the file.
+        read: Function that reads the file.
+        problems: List to which a line about a missing or damaged file is added.
+    """
     try:
         return read(directory / name)
     except FileNotFoundError:
@@ -244,7 +261,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _number_or_text(value: str) -> str:
-    """Return a number in one spelling: 1e-4 and 0.0001 are equal."""
+    """Return a number in a uniform spelling, and other text unchanged. 1e-4 and 0.0001 give the same text."""
     try:
         return text_of(int(value) if value.lstrip("+-").isdecimal() else float(value))
     except ValueError:

@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 class ClipModule(GradientTransform):
     """Clips the gradient at each matching module, by norm or by value.
 
-    The limit applies to true gradients: of the mean loss over all ranks and micro-batches, without a loss scale. The
-    gradient of one micro-batch over all ranks is clipped, so that several ranks give the result of one. Each
-    micro-batch is clipped separately. Values that are not finite stay unchanged, for the loss scale and nan_guard.
+    The limit applies to the gradient of the mean loss over all ranks and micro-batches, without a loss scale. The
+    gradient is clipped over all ranks together, so that several ranks give the same result as one rank. Each
+    micro-batch is clipped separately. Values that are not finite stay unchanged, because the loss scale and nan_guard
+    must detect them.
 
     Args:
         modules: Patterns of modules.
-        limit: The largest 2-norm, or the largest absolute value.
-        algorithm: norm or value, as in trainer.gradient_clip_algorithm.
-        at: output: the module and earlier modules get the clipped gradient. input: only earlier modules get it.
+        limit: Largest 2-norm, or largest absolute value, of the gradient.
+        algorithm: Clipping by "norm" or by "value", as in trainer.gradient_clip_algorithm.
+        at: "output": the module and earlier modules get the clipped gradient. "input": only earlier modules get the
+            clipped gradient.
     """
 
     needs = frozenset({"all_layers", "own_backward", "whole_outputs", "one_thread"})

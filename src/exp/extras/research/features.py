@@ -23,15 +23,17 @@ SIDE = 48
 
 
 class Features(Hook):
-    """Draws `features/<module>`, a grid of feature maps of the first sample of a due step.
+    """Draws the feature maps of one sample as a grid of pictures, `features/<module>`.
 
-    A map is one channel of an output `[B, C, H, W]`. Its smallest value is black and its largest white. The maps are
-    from the first call of the module in the first micro-batch of rank 0.
+    A feature map is one channel of a module's output `[B, C, H, W]`. The smallest value of a map is black, and the
+    largest white. The sample is the first of the first micro-batch of rank 0. If a module is called several times, the
+    first call is drawn.
 
     Args:
         every_n_steps: Period in optimizer steps.
-        modules: Patterns of modules. Each must match a module with such an output; `*` selects all of them.
-        maps: Largest number of channels, the first ones.
+        modules: Patterns of modules. Each pattern must match a module with an output `[B, C, H, W]`. `*` selects all
+            modules with such an output.
+        maps: Largest number of maps per module. The first channels are drawn.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
@@ -69,13 +71,16 @@ class Features(Hook):
 
 
 def picture(maps: Tensor) -> Image:
-    """Return feature maps `[C, H, W]` of one sample as a grid, each stretched from black to white and enlarged."""
+    """Return feature maps `[C, H, W]` of one sample as a grid of pictures.
+
+    The values of each map are stretched to the range from black to white. Small maps are enlarged.
+    """
     factor = max(1, SIDE // max(maps.shape[1:]))
     stretched = Image.of(maps[:, None], stretched=True)
     return Image(stretched.pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3))
 
 
 def _maps_of(output: object) -> Tensor | None:
-    """Return the first tensor `[B, C, H, W]` of a module's output."""
+    """Return the first tensor with four axes in a module's output; None without one."""
     fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
     return next(fitting, None)

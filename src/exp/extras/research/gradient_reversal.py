@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 
 class GradientReversal(GradientTransform):
-    """Reverses the gradient at modules, optionally with the schedule of the paper.
+    """Multiplies the gradient at modules by a negative weight, as in Ganin and Lempitsky 2015, arXiv:1409.7495.
 
-    Ganin and Lempitsky 2015, arXiv:1409.7495. It equals the layer of exp.functions.gradient_layers before each module.
+    The hook has the same effect as a gradient reversal layer of exp.functions.gradient_layers before each module.
 
     Args:
         modules: Patterns of modules, such as the head that classifies domains.
-        weight: Lambda, the factor of the reversed gradient. With a schedule it is the final value.
-        at: input: modules before the module get the reversed gradient. output: the module gets it, too.
-        schedule: constant, or progressive: weight * (2 / (1 + exp(-10 * p)) - 1), where p is the completed share of
-            the run's optimizer steps. It is logged as `gradient_reversal/weight`.
+        weight: Factor of the reversed gradient, lambda in the paper. With a progressive schedule it is the limit of the
+            factor.
+        at: "input": only modules before the module get the reversed gradient. "output": the module gets it as well.
+        schedule: "constant", or "progressive" as in the paper: weight * (2 / (1 + exp(-10 * p)) - 1) for the completed
+            share p of the run's optimizer steps. The progressive factor is logged as `gradient_reversal/weight`.
     """
 
     def __init__(

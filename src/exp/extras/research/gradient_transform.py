@@ -1,4 +1,4 @@
-"""Base of hooks that change the gradient at a module and leave the forward unchanged."""
+"""Base class of hooks that change the gradient at a module and leave the forward unchanged."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _METHOD_AT = {"input": "forward_pre", "output": "forward"}
 
 
 class GradientTransform(Hook, ABC):
-    """Applies `change` to the positional inputs or the outputs of modules.
+    """Base class of hooks that apply `change` to the positional inputs or the outputs of modules.
 
-    Does nothing without gradients, as in evaluation.
+    The hook has no effect if gradients are disabled, as in an evaluation.
 
     Args:
-        modules: As in Hook. Unless `nests` is true, no module may contain another: the gradient would change twice.
-        at: input: the module gets the true gradient, and earlier modules the changed gradient. output: both get the
-            changed gradient.
+        modules: Patterns of modules, as in Hook. Unless `nests` is true, no matching module may contain another
+            matching module, because the gradient would change twice.
+        at: "input": earlier modules get the changed gradient, and the module the original gradient. "output": the
+            module and earlier modules get the changed gradient.
     """
 
     transforms = True
@@ -42,7 +43,7 @@ class GradientTransform(Hook, ABC):
 
     @abstractmethod
     def change(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same values and another gradient."""
+        """Return a tensor with the same values, through which the gradient is changed in the backward."""
 
     def overrides(self, method: str) -> bool:
         if method in _METHOD_AT.values():
@@ -63,7 +64,7 @@ class GradientTransform(Hook, ABC):
         return map_tensors(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the errors of every hook, of nested modules, and of modules without a gradient."""
+        """Yield the errors that all hooks check, and errors of nested modules and of modules without a gradient."""
         yield from super().errors(planned)
         try:
             chosen = find_modules(planned.network, self.modules, key="")

@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
 
-# The largest factor of a sample's loss, which keeps small gradients in the range of float16.
+# Largest factor of the loss of a sample. The factor keeps small gradients in the range of float16.
 LARGEST_FACTOR = 2.0**15
 
 
 class PerSampleGradients(Hook):
     """Logs the 2-norms of the gradients of single samples, and the gradient noise scale.
 
-    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and the histogram `per_sample_gradients/norm`
-    describe the gradient of the objective of one sample with respect to all trained parameters, computed by
-    torch.func.vmap. `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace` are those of
-    NoiseScale. All values cover all ranks and micro-batches.
+    The gradient of a sample is that of its objective with respect to all trained parameters. Its norm is logged as
+    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and the histogram `per_sample_gradients/norm`.
+    NoiseScale computes `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace`. All values
+    cover all ranks and micro-batches.
 
-    Dropout masks differ between samples. A due step takes the time of 3 to 20 steps, and memory for `chunk_size`
-    gradients of the network.
+    Gradients are computed with torch.func.vmap. Dropout masks differ between samples. A step in which the hook runs
+    takes the time of 3 to 20 other steps, and memory for `chunk_size` gradients of the network.
 
     Args:
         every_n_steps: Period in optimizer steps.
-        chunk_size: Number of samples that are computed together.
+        chunk_size: Number of samples whose gradients are computed at the same time.
         smoothing: See NoiseScale.
     """
 
@@ -67,13 +67,13 @@ class PerSampleGradients(Hook):
         self._noise = NoiseScale(smoothing=smoothing)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the reasons why single samples have no gradient, each at its key."""
+        """Yield an error for each setting that makes gradients of single samples impossible."""
         yield from super().errors(planned)
         for key, got, expected in self._reasons(planned):
             yield self.error(key=key, got=f"{got} with hooks.{self.name}", expected=expected, fix=self.leave_out)
 
     def _reasons(self, planned: Blueprint) -> Iterator[tuple[str, str, str]]:
-        """Yield the key, the value and the expected value of each error."""
+        """Yield the key of the config, the value and the expected value of each error."""
         if planned.needs:
             needs = f"an objective that needs {', '.join(sorted(planned.needs))}"
             yield "objective", needs, "terms of the values of one forward pass"
@@ -122,7 +122,7 @@ class PerSampleGradients(Hook):
         return values | {f"per_sample_gradients/{name}": value for name, value in found.items()}
 
     def _norms(self, step: Step, batch: Batch) -> Tensor:
-        """Return the norm of each sample's gradient, `[b]`, in float32 or better."""
+        """Return the norm of the gradient of each sample in a batch, `[b]`, in float32 or float64."""
         network, scale = step.network, self.loss_scale
         learning: dict[str, Tensor] = {name: one for name, one in network.named_parameters() if one.requires_grad}
         factor = torch.as_tensor(scale, dtype=torch.float32, device=step.device).clamp(1.0, LARGEST_FACTOR)
@@ -155,7 +155,12 @@ class PerSampleGradients(Hook):
 
 
 def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
-    """Return `[B]` of all ranks from `[b]` of each rank. The sizes may differ."""
+    """Return the norms of all ranks, `[B]`.
+
+    Args:
+        norms: Norms of this rank, `[b]`. The size b may differ between ranks.
+        step: The training step, which communicates between ranks.
+    """
     counts = step.gather(torch.tensor([len(norms)], device=norms.device)).flatten().tolist()
     padded = nn.functional.pad(norms, (0, max(counts) - len(norms)), value=math.nan)
     return torch.cat([row[:count] for row, count in zip(step.gather(padded), counts, strict=True)])
@@ -184,16 +189,19 @@ def _why_not_by_vmap(network: nn.Module, inputs: Mapping[str, Tensor]) -> str | 
 
 
 class NoiseScale:
-    """The estimators of McCandlish et al. 2018, appendix A.1, for batches of one sample and of a step.
+    """Estimates the gradient noise scale as in McCandlish et al. 2018, appendix A.1.
+
+    The estimates compare gradients g_1 of single samples with the gradient g_B of a step of B samples:
 
         |G|^2  estimated by (B |g_B|^2 - mean |g_1|^2) / (B - 1)
         tr(S)  estimated by (mean |g_1|^2 - |g_B|^2) / (1 - 1 / B)
 
-    Both are unbiased, but the first may be negative in one step. The quotient is biased, so it is computed from running
-    means of both, as in the paper. The running means restart with each resume.
+    Both estimates are unbiased, but the first may be negative in a single step. The noise scale tr(S) / |G|^2 would be
+    biased for a single step. As in the paper, it is therefore the quotient of running means. The running means restart
+    when a run is resumed.
 
     Args:
-        smoothing: Share of the running mean that each step keeps, from 0 to below 1.
+        smoothing: Weight of the old value in the update of a running mean, from 0 to below 1.
     """
 
     def __init__(self, *, smoothing: float) -> None:
@@ -201,15 +209,17 @@ class NoiseScale:
         self._means: Tensor | None = None
 
     def of(self, *, squares: Tensor, whole: Tensor, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """Return the two estimates of a step and the noise scale, 0-d; nan if the estimate of |G|^2 is negative.
+        """Return the two estimates of a step and the noise scale.
 
         Args:
             squares: Squared norms of the gradients of single samples, `[B]`.
             whole: Squared norm of the gradient of the step, 0-d.
-            sizes: Sizes of the micro-batches, which have equal weights in the gradient of the step.
+            sizes: Numbers of samples of the micro-batches. Micro-batches have equal weights in the gradient of the
+                step.
 
         Returns:
-            Values by name; empty for a step with one sample.
+            Values by name, 0-d; empty for a step with one sample. The noise scale is nan if the running mean of |G|^2
+            is not positive.
         """
         # The effective number of samples of a mean of means.
         samples = len(sizes) ** 2 / sum(1 / size for size in sizes)
@@ -235,7 +245,7 @@ def _call(network: nn.Module, state: dict[str, Tensor], *inputs: object, **named
 
 @contextmanager
 def _vmap_context(network: nn.Module) -> Iterator[None]:
-    """Preserve all random generators, and select kernels that torch.func.vmap supports."""
+    """Preserve all random generators, and select kernels that torch.func.vmap supports, within the block."""
     with preserve_generators(), ExitStack() as stack:
         devices = {parameter.device for parameter in network.parameters() if parameter.is_cuda}
         stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))

@@ -15,7 +15,7 @@ from exp.hooks.panels import Column, Panel
 from exp.hooks.step import Step
 from exp.models.matching import find_modules
 
-# Name of the network itself in tags, because its own name is empty.
+# Name of the whole network in tags, because its module name is empty.
 WHOLE = "network"
 OUTPUT_NORM = "gradients/output_norm"
 
@@ -23,16 +23,16 @@ OUTPUT_NORM = "gradients/output_norm"
 class RetainGradients(Hook):
     """Logs `gradients/output_norm`, the 2-norm of the gradient of the loss with respect to the outputs of modules.
 
-    It is a heat map of modules by steps, and its values are in table.csv of the run. With `each_module` they are also
-    scalars, `gradients/output_norm/<module>`.
+    The norms are shown as a heat map of modules by steps, and written to table.csv of the run directory. With
+    `each_module` they are also logged as scalars, `gradients/output_norm/<module>`.
 
-    The loss is the mean over all ranks and micro-batches, without a loss scale. The norm is the root of the sum of
-    squares over ranks, micro-batches, calls of the module and returned tensors. The gradient is that of torch's
+    The loss is the mean over all ranks and micro-batches, without a loss scale. The norm is the square root of the sum
+    of squares over ranks, micro-batches, calls of the module and returned tensors. The gradient equals that of torch's
     `retain_grad()`. A module without a gradient has no value in a step.
 
     Args:
-        every_n_steps: Period. `auto` depends on the length of the run.
-        each_module: Whether the norms are also scalars.
+        every_n_steps: Period in optimizer steps. "auto" chooses it from the length of the run.
+        each_module: Whether the norms are also logged as one scalar per module.
         modules: Patterns of modules.
     """
 

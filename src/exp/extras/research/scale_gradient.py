@@ -19,7 +19,7 @@ class ScaleGradient(GradientTransform):
     Args:
         modules: Patterns of modules.
         factor: Factor of the gradient. 0 stops learning, and a negative factor reverses it.
-        at: output: the module and earlier modules get the scaled gradient. input: only earlier modules get it.
+        at: "output": the module and earlier modules get the scaled gradient. "input": only earlier modules get it.
     """
 
     def __init__(

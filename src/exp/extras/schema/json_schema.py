@@ -1,7 +1,7 @@
 """Builds JSON schemas (draft 7) of train.yaml and of the options of each group, for editors.
 
-A schema is not stricter than the check. For example, keys are not required, because another file may set them. All
-values may be interpolations.
+A schema accepts every config that exp's check accepts. For example, no key is required, because another file may set
+it. Every value may be an interpolation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exp.errors import ExpError
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
-# Also ???, for a required value.
+# An interpolation, or ??? for a value that must be set.
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 SCALARS: Mapping[object, Schema] = {
     bool: {"type": "boolean"},
@@ -55,10 +55,11 @@ VALUE: Schema = {"$ref": "#/definitions/value"}
 
 
 class Schemas:
-    """The schemas of one search path.
+    """Builds the schemas for the configs of one search path.
 
     Args:
-        targets: Dotted names of likely targets. A node with another target accepts any keys.
+        targets: Dotted names of classes and functions that nodes may have as `_target_`. A node with another `_target_`
+            accepts all keys.
         allow: Packages whose classes may be imported, as in security.allow.
     """
 
@@ -68,7 +69,7 @@ class Schemas:
         self._targets = {name: target for name, target in found.items() if target is not None}
 
     def train(self) -> Schema:
-        """Return the schema of train.yaml, and of files with `# @package _global_`."""
+        """Return the schema of train.yaml and of files with the header `# @package _global_`."""
         body: Schema = {
             **fixed_keys(SCHEMA)["properties"],
             **{name: _or(self._node(slot_of(name)), NULL) for name in ("module", *NODES)},
@@ -79,7 +80,7 @@ class Schemas:
         return self._whole({"type": "object", "properties": body, "additionalProperties": False}, "train.yaml")
 
     def group(self, name: str) -> Schema:
-        """Return the schema of the options of a group, such as optimizer."""
+        """Return the schema of the files in a config group, such as optimizer."""
         if name in COLLECTIONS:
             body = self._named_schema(slot_of(f"{name}.entry"))
         elif name == PHASES:
@@ -107,7 +108,7 @@ class Schemas:
         return {"$schema": DRAFT, "title": title, **body, "definitions": _reachable(body, definitions)}
 
     def _named_schema(self, slot: Slot) -> Schema:
-        """Return the schema of named nodes."""
+        """Return the schema of a mapping from names to nodes of a slot."""
         return {"type": "object", "additionalProperties": _or(self._node(slot))}
 
     def _phases(self) -> Schema:
@@ -122,7 +123,11 @@ class Schemas:
     # --- nodes with a _target_ ---
 
     def _node(self, slot: Slot) -> Schema:
-        """Return the schema of a node in a slot: of its `_target_`, or of all targets that fit the slot."""
+        """Return the schema of a node in a slot, which is a place in the config such as `optimizer`.
+
+        A node with a known `_target_` has the schema of the target. Other nodes may have the keys of all targets that
+        fit the slot.
+        """
         fitting = [name for name, target in self._targets.items() if self._fits(target, slot)]
         known = {name: self._target(name, slot) for name in fitting}
         cases = []
@@ -145,7 +150,7 @@ class Schemas:
         return not names.isdisjoint(slot.bases)
 
     def _target(self, name: str, slot: Slot) -> Schema:
-        """Return the schema of a node with this `_target_`."""
+        """Return the schema of a node in a slot with a given `_target_`."""
         target = self._targets[name]
         signature = signature_of(target)
         properties: Schema = {
@@ -183,12 +188,15 @@ class Schemas:
         return VALUE if rule is None else _or(annotation_schema(rule))
 
     def _schema_of_bounds(self, slot: Slot, within: Iterable[str]) -> Schema:
-        """Return the schemas of keys below a slot whose values exp checks."""
+        """Return the schemas of those keys in `within` for which exp has rules in this slot."""
         rules = {name: VALUES[f"{slot.pattern}.{name}"] for name in within if f"{slot.pattern}.{name}" in VALUES}
         return {name: _or(annotation_schema(rule)) for name, rule in rules.items()}
 
     def _value(self) -> Schema:
-        """Return the schema of any value. Nodes in it with a known `_target_` have the schema of the target."""
+        """Return the schema of an arbitrary value.
+
+        Nodes inside the value with a known `_target_` have the schema of the target.
+        """
         cases = [_case(name, {"$ref": f"#/definitions/{name}"}) for name in self._targets]
         inner: Schema = {"if": {"not": NODE}, "then": {"additionalProperties": VALUE}}
         return {"items": VALUE, "allOf": [{"if": {"type": "object"}, "then": {"allOf": [*cases, inner]}}]}
@@ -206,7 +214,11 @@ def _reachable(body: Schema, definitions: Mapping[str, Schema]) -> dict[str, Sch
 
 
 def fixed_keys(keys: Mapping[str, object]) -> Schema:
-    """Return the schema of a mapping with only these keys, as in `exp.config.settings.SCHEMA`."""
+    """Return the schema of a mapping that allows only the given keys.
+
+    Args:
+        keys: Rules by key, in the format of `exp.config.settings.SCHEMA`.
+    """
     properties = {
         name: _or(fixed_keys(rule))
         if isinstance(rule, dict)
@@ -217,7 +229,14 @@ def fixed_keys(keys: Mapping[str, object]) -> Schema:
 
 
 def annotation_schema(annotation: object, default: object = EMPTY) -> Schema:
-    """Return the schema of an annotation, with the rules of `exp.check.kinds.fits`; {} for any value."""
+    """Return the schema of a type annotation; {} if it accepts all values.
+
+    The schema follows the rules of `exp.check.kinds.fits`.
+
+    Args:
+        annotation: The type annotation of a parameter.
+        default: Default of the parameter, whose type is used without an annotation.
+    """
     if annotation in (EMPTY, Any, object) or isinstance(annotation, typing.TypeVar | str | typing.ForwardRef):
         is_plain = annotation is EMPTY and isinstance(default, bool | int | float | str)
         return SCALARS[float if type(default) is int else type(default)] if is_plain else {}
@@ -257,7 +276,7 @@ def _container(base: object, arguments: tuple[object, ...]) -> Schema:
 
 
 def _is_scalar(kind: Schema) -> bool:
-    """Return whether no node can replace the value: numbers, texts, words, or unions of them."""
+    """Return whether a schema accepts only scalars, so that a node with a `_target_` cannot replace the value."""
     others = kind.get("anyOf")
     if others is not None:
         return all(map(_is_scalar, others))
@@ -281,7 +300,7 @@ def _bounded_schema(kind: Schema, bounds: Mapping[str, Any]) -> Schema:
 
 
 def _or(*kinds: Schema) -> Schema:
-    """Return the schema of any of several kinds, or an interpolation."""
+    """Return the schema that accepts an interpolation and every value that one of the given schemas accepts."""
     return {"anyOf": [*kinds, {"$ref": "#/definitions/interpolation"}]} if {} not in kinds else {}
 
 
@@ -290,12 +309,12 @@ def _case(name: str, then: Schema) -> Schema:
 
 
 def _with_defaults(body: Schema) -> Schema:
-    """Return a schema that allows the defaults list at the start of a file."""
+    """Return a schema that also allows a defaults list at the top of the file."""
     listed: Schema = {"type": "array", "items": {"type": ["string", "object"]}}
     return {**body, "properties": {"defaults": listed, **body.get("properties", {})}}
 
 
 def _aliases(kind: type) -> set[str]:
-    """Return shorter public names of a class, such as `torch.nn.Module` for torch.nn.modules.module.Module."""
+    """Return names of a class with shorter module paths, such as torch.nn.Module for torch.nn.modules.module.Module."""
     parts = kind.__module__.split(".")
     return {".".join([*parts[:count], kind.__qualname__]) for count in range(1, len(parts))}

@@ -23,7 +23,7 @@ from exp.files import write_atomic
 from exp.output import exit_status
 
 FOLDER = Path(".exp", "schema")
-# Modules whose classes are completed even if no YAML file has them.
+# Editors complete the classes of these modules even if no YAML file uses them.
 LIBRARIES = ("torch.optim", "torch.optim.lr_scheduler", "torch.nn")
 # Groups whose files set keys of the whole config.
 WHOLE = ("experiment", "debug", "local")
@@ -31,11 +31,11 @@ GROUPS = tuple(group for group in (*ONE, *MANY, *AXIS) if group not in ("sweep",
 
 
 def main(argv: Sequence[str] | None = None, *, libraries: Sequence[str] = LIBRARIES) -> int:
-    """Write the schemas, and print the settings of an editor.
+    """Write the schemas, and print the settings for VS Code.
 
     Args:
         argv: The command line. None: sys.argv.
-        libraries: Modules whose classes are completed even if no YAML file has them.
+        libraries: Modules with classes that editors complete even if no YAML file uses them.
 
     Returns:
         0; 1 if the schemas cannot be written.
@@ -63,7 +63,7 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
 
 
 def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, object]]:
-    """Return the schemas of this working directory by name: train, and each group."""
+    """Return the schemas for this working directory by name: "train" and the names of all groups."""
     from exp.extras.schema.json_schema import Schemas  # which imports torch
 
     schemas = Schemas([*_named_targets(), *_library_targets(libraries)], allow=allow)
@@ -95,7 +95,7 @@ def _library_targets(libraries: Sequence[str]) -> Iterator[str]:
 
 
 def settings() -> dict[str, list[str]]:
-    """Return `yaml.schemas` of VS Code: the files of each schema."""
+    """Return the setting `yaml.schemas` of VS Code: the path patterns of YAML files, by path of the schema."""
     files = {group: [f"conf/{group}/**/*.yaml"] for group in GROUPS}
     files["train"] = ["conf/*.yaml", *(f"conf/{group}/**/*.yaml" for group in WHOLE)]
     return {f"./{FOLDER.as_posix()}/{name}.json": globs for name, globs in files.items()}

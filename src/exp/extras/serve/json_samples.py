@@ -1,4 +1,4 @@
-"""Reads samples from JSON into the input arrays of an ONNX file, and writes its outputs as JSON."""
+"""Converts JSON requests to the input arrays of an ONNX model, and the outputs of the model to JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
 from exp.spelling import among, did_you_mean, show
 
-# Samples of one request.
+# Largest number of samples in one request.
 MOST_SAMPLES = 256
-# For each kind of NumPy dtype of an input: the kinds of accepted values, and words for messages.
+# By kind of the NumPy dtype of an input: the kinds of accepted values, and their description for messages.
 TAKEN = {
     "b": ("b", "true and false"),
     "f": ("iuf", "numbers within the range, or null for a missing one,"),
@@ -29,11 +29,15 @@ TAKEN = {
 
 
 class BadRequest(ExpError):
-    """The content of a request is invalid for the model."""
+    """Error of a request whose content is invalid for the model."""
 
 
 def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
-    """Return the arrays of a request, `{"inputs": {NAME: [SAMPLE, ...], ...}}`.
+    """Return the input arrays of a request by name.
+
+    Args:
+        body: JSON of the request, `{"inputs": {NAME: [SAMPLE, ...], ...}}`.
+        model: The model.
 
     Raises:
         BadRequest: The body is invalid for the model.
@@ -48,10 +52,15 @@ def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
 
 
 def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
-    """Return the arrays of a request with the columns of a table, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
+    """Return the input arrays of a request that has columns of a table.
+
+    Args:
+        body: JSON of the request, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
+        table: Encoder of the columns.
+        model: The model.
 
     Returns:
-        The arrays by input, and the counts of unknown words by column.
+        The arrays by name of the input, and the counts of unknown words by column.
 
     Raises:
         BadRequest: The body is invalid for the table.
@@ -69,10 +78,10 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
 
 
 def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, object]:
-    """Return an answer, `{"outputs": {NAME: [...]}, "predictions": [{...}, ...]}`.
+    """Return the content of a response, `{"outputs": {NAME: [...]}, "predictions": [{...}, ...]}`.
 
-    `predictions` has the columns of exp.predict for each sample, such as the name of the class. null stands for nan and
-    infinity, which JSON does not support.
+    `predictions` has the columns of exp.predict for each sample, such as the name of the class. nan and infinity become
+    null, because JSON does not support them.
     """
     made: dict[str, object] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
     readings = {name: Reading(**one) for name, one in description.readings.items()}
@@ -85,7 +94,7 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
 
 
 def describe_port(port: Port, description: Description) -> dict[str, object]:
-    """Return the name, shape and dtype of an input or output, and the columns of an input."""
+    """Return the name, shape and dtype of an input or output. Inputs also have the names of their columns, if known."""
     found: dict[str, object] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
     if port.name in description.columns:
         found["columns"] = list(description.columns[port.name])
@@ -93,7 +102,15 @@ def describe_port(port: Port, description: Description) -> dict[str, object]:
 
 
 def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the inputs of a request: lists of equal length with all of these names."""
+    """Return the inputs of a request by name.
+
+    Args:
+        body: JSON of the request.
+        names: Names of the required inputs.
+
+    Raises:
+        BadRequest: An input is missing, the inputs are not lists of equal length, or there are too many samples.
+    """
 
     def refuse(word: str) -> NoReturn:
         raise BadRequest(f"{word} is no number in JSON; expected finite numbers, or null for a missing one")
@@ -121,7 +138,7 @@ def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _array(port: Port, given: object) -> np.ndarray:
-    """Return the values of an input. ONNX Runtime checks the shape.
+    """Return the values of an input as an array with the dtype of the input. ONNX Runtime checks the shape.
 
     Raises:
         BadRequest: The values are invalid for the input.
@@ -148,7 +165,7 @@ def _array(port: Port, given: object) -> np.ndarray:
 
 
 def _finite(value: object) -> object:
-    """Return a value for JSON, with null for numbers that are not finite."""
+    """Return a value for JSON. Numbers that are not finite become None."""
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

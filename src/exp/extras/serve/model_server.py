@@ -1,4 +1,4 @@
-"""Serves an ONNX file over HTTP: JSON in and out, with limits.
+"""Serves an ONNX model over HTTP. Requests and responses are JSON, and the size of requests is limited.
 
     POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
     GET  /model     inputs and outputs    GET /health    status
@@ -31,30 +31,30 @@ from exp.extras.serve.json_samples import BadRequest, answer_of, describe_port, 
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
-# Bytes of a request.
+# Largest size of a request in bytes.
 MOST_BYTES = 2**20
-# Connections and open requests; further ones get status 503.
+# Largest number of connections and open requests. Further requests get status 503.
 MOST_CONNECTIONS = 1024
-# Seconds for open requests when the server ends.
+# Time for open requests to complete when the server ends.
 GRACE_SECONDS = 20
 
 
 class AddressError(ExpError):
-    """The server cannot listen on its address."""
+    """Error of a server that cannot listen on its address."""
 
     exit_status = 2
 
 
 class ModelServer:
-    """A server for one model in a thread of this process.
+    """HTTP server for one model, which runs in a thread of this process within a `with` block.
 
     Args:
         model: The model.
-        host: The address to listen on.
-        port: The port; 0 takes any free port.
+        host: Address to listen on.
+        port: Port to listen on. 0: any free port.
 
     Raises:
-        AddressError: The address is not free.
+        AddressError: The port is in use, or the address is not available.
     """
 
     def __init__(self, model: OnnxModel, *, host: str = LOOPBACK, port: int = 0) -> None:
@@ -64,7 +64,7 @@ class ModelServer:
             reason = f"port {port} of {host}: {error.strerror or error}"
             raise AddressError(f"{reason}; expected a free one. Choose another port= or host=") from error
         self.address = f"http://{host}:{self._listener.getsockname()[1]}"
-        # Each connection is an open file.
+        # Raise the limit of open files, because each connection is an open file.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         settings = uvicorn.Config(
@@ -73,7 +73,7 @@ class ModelServer:
             timeout_graceful_shutdown=GRACE_SECONDS, limit_concurrency=MOST_CONNECTIONS,
         )  # fmt: skip
         self._server = uvicorn.Server(settings)
-        # uvicorn handles no signals in a thread; the command does.
+        # uvicorn cannot handle signals in a thread. The command exp.serve handles them.
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, name="server")
 
     def __enter__(self) -> ModelServer:
@@ -85,14 +85,14 @@ class ModelServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Reject new connections, answer open requests, and end."""
+        """Reject new connections, complete open requests, and stop the server."""
         self._server.should_exit = True
         self._thread.join()
         self._listener.close()
 
 
 class Service:
-    """Answers the requests for a model."""
+    """Handlers of the HTTP requests for a model."""
 
     def __init__(self, model: OnnxModel) -> None:
         self._model = model
@@ -102,7 +102,8 @@ class Service:
     def application(self, host: str) -> Starlette:
         """Return the ASGI application.
 
-        On a loopback address it rejects other host names, because a web site may resolve its name to this machine.
+        On a loopback address, requests with other host names are rejected, because a website may resolve its host name
+        to this machine.
         """
         hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
         return Starlette(
@@ -116,7 +117,11 @@ class Service:
         )
 
     async def _predict(self, request: Request) -> JSONResponse:
-        """Answer with the outputs, or with the reason of an error."""
+        """Return the response to a request for predictions.
+
+        Raises:
+            HTTPException: The request is invalid.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a form of another site cannot send this type
             raise HTTPException(415, f"content-type is {kind or 'missing'}; expected application/json")

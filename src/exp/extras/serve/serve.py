@@ -37,7 +37,7 @@ DEFAULT_PORT, LAST_PORT = 8000, 65535
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal.
+    """Serve the model until Ctrl-C or SIGTERM.
 
     Returns:
         0 after Ctrl-C; 143 after SIGTERM; 2 for an error in the command, the config or the address; 1 if the network
@@ -89,7 +89,7 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
 
 
 def _check_words(values: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for neither a run nor a file, for both, and for weights of a file."""
+    """Raise ConfigError unless exactly one of run and model is given, or if weights are given with model."""
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} with model={values['model']}"
         raise config_error("run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")
@@ -99,7 +99,11 @@ def _check_words(values: Mapping[str, str | None]) -> None:
 
 
 def _port(text: str | None) -> int:
-    """Return the port of a word; raise ConfigError if it is not a whole number in its range."""
+    """Return the port number from its text; DEFAULT_PORT for None.
+
+    Raises:
+        ConfigError: The text is not a whole number from 0 to LAST_PORT.
+    """
     if text is None:
         return DEFAULT_PORT
     if not text.isdecimal() or int(text) > LAST_PORT:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from exp.extras.survey.survey import Survey
 
 PROGRAM = "python -m exp.data"
-# Pairs of equal samples in data.json.
+# Largest number of pairs of equal samples in data.json, per pair of splits.
 MOST_PAIRS = 100
 # The name of a run directory: its date and its time.
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
@@ -30,13 +30,13 @@ RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Read the data of `python -m exp.train` with the same command line, and write the results.
+    """Survey the data that `python -m exp.train` would use with the same command line, and write the results.
 
     Args:
         argv: The command line; None reads `sys.argv`.
 
     Returns:
-        0 if all samples can be read and files written; 1 otherwise; 2 for errors in the config; 130 after Ctrl-C,
+        0 if all samples are read and all files are written; 1 if not; 2 for errors in the config; 130 after Ctrl-C,
         without results.
     """
     # Imported here because `main` answers a Ctrl-C during the import of Hydra.
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resolve_config(arguments: argparse.Namespace) -> Resolved:
-    """Return the checked config. The network is not built and may not match the data.
+    """Return the checked config. The network is not checked, because it is not built.
 
     Raises:
         ConfigError: The config has errors.
@@ -109,7 +109,7 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
     """Write data.md, data.json and pictures to a new directory.
 
     Returns:
-        The directory: outputs/<name>/data/<date>/<time>, or that of hydra.run.dir.
+        The directory: outputs/<name>/data/<date>/<time>, or the value of hydra.run.dir.
 
     Raises:
         RunError: The directory cannot be created or written.

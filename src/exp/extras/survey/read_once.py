@@ -1,4 +1,4 @@
-"""Reads each sample of a split once and in order, in batches with indices and hashes of the samples."""
+"""Reads each sample of a split once and in order. Batches have the indices and hashes of their samples."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from exp.data.workers import Assembly, Sample, WorkerLoader, as_batch
 from exp.errors import ExpError
 from exp.shared_types import Stage
 
-# Bytes of a hash: two different samples have the same one by chance in 1 of 10^38 pairs.
+# Size of a hash in bytes. Two different samples have the same hash by chance in 1 of 10^38 pairs.
 HASH_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Consecutive samples of a split.
+    """Batch of consecutive samples of a split.
 
     Args:
         data: The batch, before batch transforms.
-        first: Index of the first sample.
+        first: Index of the first sample in the split.
         count: Number of samples.
-        hashes: Hash of the inputs of each sample, before transforms; None for objects that cannot be compared.
-        sizes: Shapes of the samples, by the name of a padded entry.
+        hashes: Hashes of the inputs of each sample before transforms; None if the inputs cannot be compared.
+        sizes: Shapes of the samples before padding, by name of the entry. Entries without padding are left out.
     """
 
     data: object
@@ -58,7 +58,14 @@ class Hashed:
 
 @dataclass(frozen=True, kw_only=True)
 class HashBefore(SampleTransform):
-    """Hashes the inputs of a sample, and then applies transforms, which may change the sample in place."""
+    """Transform that hashes the inputs of a sample, and then applies the transforms of the data.
+
+    The order matters, because transforms may change the sample in place.
+
+    Args:
+        hashed: Function that returns the hash of a sample.
+        transforms: Transforms of the data.
+    """
 
     hashed: Callable[[object], bytes | None]
     transforms: Sequence[Transform]
@@ -70,7 +77,11 @@ class HashBefore(SampleTransform):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAssembly(Assembly):
-    """Makes a Read from hashed samples. inputs: The names of a sample's values."""
+    """Assembly that makes a Read from hashed samples.
+
+    Args:
+        inputs: Names of the values of a sample.
+    """
 
     inputs: Sequence[str]
 
@@ -89,13 +100,13 @@ class ReadAssembly(Assembly):
 
 
 def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
-    """Yield the first samples of a split in order, each once, with the transforms of epoch 0.
+    """Yield batches of the first samples of a split, in order, with the transforms of epoch 0.
 
     Args:
         data: The data.
-        stage: The stage of the split.
-        count: The number of samples; the last batch may exceed it.
-        targets: The entries of a sample that are targets, which hashes leave out.
+        stage: The split.
+        count: Number of samples. The last batch may exceed it.
+        targets: Entries of a sample that are targets. Hashes do not include them.
 
     Raises:
         ExpError: A sample cannot be read, or a label is not a class.
@@ -112,7 +123,7 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
 
 
 def _ordered_loader(loading: Loading, stage: Stage, *, count: int, hashed: Callable[[object], bytes | None]) -> Loader:
-    """Return a loader of samples in the order of the data set, each once. A stream is read as a whole."""
+    """Return a loader of the first `count` samples in the order of the data set. A stream is loaded as a whole."""
     part = loading.part(stage)
     options = replace(loading.options, pin_memory=False, persistent_workers=False)
     transform = HashBefore(hashed=hashed, transforms=loading.transforms.of(stage))
@@ -137,17 +148,24 @@ def _ordered_loader(loading: Loading, stage: Stage, *, count: int, hashed: Calla
 
 
 def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values of a sample or batch by name: `input` and `target` of a pair, `boxes.corners` of nested ones.
+    """Return the values of a sample or batch by name.
+
+    A pair has the names `input` and `target`. Nested values have names such as `boxes.corners`.
 
     Args:
         data: The sample or batch.
-        inputs: Names of the values of a tuple.
+        inputs: Names of the values if the sample is a tuple.
     """
     return dict(_flat("", named_entries(data, inputs)))
 
 
 def origin(dataset: object, index: int) -> str | None:
-    """Return the file of a sample of a split, or its index in the whole data set; None without both."""
+    """Return the file of a sample, or else its index in the data set that was divided; None if both are unknown.
+
+    Args:
+        dataset: The split.
+        index: Index of the sample in the split.
+    """
     indices = getattr(dataset, "indices", None)
     if isinstance(dataset, Subset):
         within = int(dataset.indices[index])
@@ -171,14 +189,14 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str], values: int = 0) -> bytes | None:
-    """Return the hash of a sample's inputs; None if they contain an object that cannot be compared.
+    """Return the hash of the inputs of a sample; None if the inputs contain an object that cannot be compared.
 
     Args:
         sample: The sample.
-        inputs: Entries of a mapping that are inputs. If the sample has none of them, all entries except targets are.
-            Other entries, such as a path, are left out because they are unique.
-        targets: Entries of a mapping that are targets.
-        values: Number of inputs in a tuple, before one target; 0 if unknown.
+        inputs: Keys of the inputs if the sample is a mapping. If the sample has none of these keys, all entries except
+            targets are inputs. Other entries are left out, because some, such as a path, are unique.
+        targets: Keys of the targets if the sample is a mapping.
+        values: Number of inputs before the target if the sample is a tuple; 0 if unknown.
     """
     given: object = sample
     if isinstance(sample, Mapping):

@@ -29,13 +29,18 @@ LEAST_SIDE = 8
 MOST_COLUMNS = 256
 # Largest number of different whole numbers of an input that count as classes.
 FEW = 20
-# Pictures per split.
+# Largest number of drawn samples per split.
 PICTURES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """The dtype and shape of a value of a batch. The shape is None for texts."""
+    """Description of a value in a batch.
+
+    Args:
+        dtype: Name of the dtype or type.
+        shape: Shape of the value; None for a value that is no tensor or list.
+    """
 
     dtype: str
     shape: tuple[int, ...] | None
@@ -43,13 +48,13 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """The counts of labels.
+    """Counts of the labels of a value.
 
     Args:
         counts: Counts by label.
         names: Names of the classes by number.
-        ignored: Samples with a negative label.
-        imbalance: Count of the most frequent class divided by that of the rarest class.
+        ignored: Number of negative labels.
+        imbalance: Count of the most frequent class, divided by the count of the rarest class.
     """
 
     counts: dict[int, int]
@@ -58,23 +63,23 @@ class Classes:
     imbalance: float
 
     def name_of(self, label: int) -> str:
-        """Return the number and the name of a class."""
+        """Return the number of a class, followed by the name if the class has one."""
         return f"{label} {self.names[label]}" if 0 <= label < len(self.names) else str(label)
 
 
 @dataclass(kw_only=True)
 class Part:
-    """The samples of a split after the transforms of single samples. data.json has these fields.
+    """Survey of a split, after the transforms of samples. data.json has these fields.
 
     Attributes:
         samples: Number of samples; None for a stream without a length.
         batches: Number of batches; None for a stream without a length.
         looked_at: Number of samples that were read.
-        batch: Values of the first batch, by name.
-        numbers: Statistics by name of the value.
-        classes: Classes by name of the value.
-        lengths: Lengths of sequences by name of the value.
-        incomparable: Number of samples that cannot be compared.
+        batch: Descriptions of the values of the first batch, by name.
+        numbers: Statistics of the columns of each value, by name of the value.
+        classes: Counts of classes, by name of the value.
+        lengths: Statistics of the lengths of sequences, by name of the value.
+        incomparable: Number of samples with objects that cannot be compared.
     """
 
     samples: int | None
@@ -89,7 +94,7 @@ class Part:
 
 @dataclass(kw_only=True)
 class Shown:
-    """Samples of a split that are drawn.
+    """Drawn samples of a split.
 
     Attributes:
         indices: Indices of the samples in `pictures` and `labels`.
@@ -104,12 +109,13 @@ class Shown:
 
 @dataclass(kw_only=True)
 class Survey:
-    """All splits, and samples that occur more than once.
+    """Survey of all splits, with the samples that occur more than once.
 
     Attributes:
         parts: Splits by stage.
         shown: Drawn samples by stage.
-        repeats: Pairs of indices of equal samples. The key has the splits of the first and the second index.
+        repeats: Pairs of indices of equal samples. The key is the split of the first index and the split of the second
+            index.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
@@ -129,7 +135,7 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
         ExpError: A sample cannot be read.
     """
     found = Survey()
-    # The index of the first sample by stage and hash.
+    # Index of the first sample with a hash, by stage and hash.
     known: dict[Stage, dict[bytes, int]] = {}
     with preserve_generators():
         for stage in data.stages:
@@ -146,7 +152,7 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
 def _read(
     data: Data, stage: Stage, *, count: int, targets: Sequence[str]
 ) -> tuple[Part, Shown, Sequence[bytes | None]]:
-    """Return a split, its pictures, and the hash of each sample."""
+    """Return the survey of a split, the samples to draw, and the hash of each sample."""
     dataset = data.part(stage)
     samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
     places = torch.arange(PICTURES)
@@ -193,12 +199,12 @@ class _Entry:
         self._kept: list[Tensor] = []
 
     def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None, *, places: Sequence[int]) -> None:
-        """Add a batch.
+        """Add the value of a batch to the statistics.
 
         Args:
-            value: The batch's value.
+            value: The value.
             sizes: Shapes of the samples before padding; None without padding.
-            places: Samples of the batch to keep for pictures.
+            places: Positions in the batch of the samples that are drawn.
         """
         if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
             self._lengths += [len(one) for one in value]
@@ -219,7 +225,7 @@ class _Entry:
         self._moments[names] = combine(self._moments[names], found) if names in self._moments else found
 
     def close(self, name: str, part: Part, shown: Shown) -> None:
-        """Store the results under a name."""
+        """Store the statistics and the drawn samples in `part` and `shown` under a name."""
         if self._lengths:
             (part.lengths[name],) = statistics(moments(torch.tensor(self._lengths)[:, None]), [""])
         counts = dict(sorted(self._counts.items()))
@@ -235,13 +241,16 @@ class _Entry:
             (shown.pictures if self._is_picture else shown.labels)[name] = torch.cat(self._kept)
 
     def _without_padding(self, value: Tensor, sizes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the values `[K, 1]`, and collect the lengths of sequences."""
+        """Return the values without padding, `[K, 1]`, and collect the lengths of the sequences."""
         self._lengths += [size[0] for size in sizes]
         rows = zip(value, sizes, strict=True)
         return torch.cat([row[tuple(map(slice, size))].reshape(-1) for row, size in rows])[:, None]
 
     def _by_column(self, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the values as `[N, C]` and the column names. A whole entry is one column with an empty name."""
+        """Return the values as C columns, `[N, C]`, and the names of the columns.
+
+        A value that is not divided into columns is one column with an empty name.
+        """
         width = value.shape[-1]
         if value.dim() >= 2 and len(self._columns) == width:
             return value.reshape(-1, width), tuple(self._columns)

@@ -18,7 +18,7 @@ SIDE = 256
 
 
 def sheets(data: Data, survey: Survey) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield sheets of pictures with indices and targets, by the name samples_<entry>_<split>."""
+    """Yield pairs: the name samples_<entry>_<split>, and a picture with the samples, their indices and targets."""
     for stage, shown in survey.shown.items():
         part = survey.parts[stage]
         for name, values in shown.pictures.items():
@@ -36,7 +36,7 @@ def sheets(data: Data, survey: Survey) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _words(part: Part, name: str, label: Tensor) -> str:
-    """Return a target as a caption shows it."""
+    """Return the text of a target for a caption."""
     if label.numel() > 3:
         return str(list(label.shape))
     if name in part.classes and not label.dim():

@@ -17,7 +17,13 @@ UNEQUAL = 10
 
 
 def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
-    """Return the survey as Markdown. command: Its command line."""
+    """Return a survey as Markdown.
+
+    Args:
+        survey: The survey.
+        command: Command line of the survey.
+        findings: Findings, one line each.
+    """
     sections = {
         "Findings": "\n".join(f"- {line}" for line in findings) or "No issues found.",
         "Parts": table([
@@ -45,9 +51,9 @@ def findings(
 
     Args:
         survey: The survey.
-        origin: Returns the file or other source of a sample; None without one.
-        notes: Notes of the data.
-        rounded: Values that are rounded from float64 to float32.
+        origin: Function that returns the file or other source of a sample, or None.
+        notes: Notes from the data.
+        rounded: Names of the values that are rounded from float64 to float32.
     """
     found = []
     for (stage, within), pairs in sorted(survey.repeats.items(), key=lambda one: one[0][0] == one[0][1]):
@@ -74,7 +80,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _rows(survey: Survey, kind: str) -> list[dict[str, object]]:
-    """Return the rows of all splits for a field of Part with values by name."""
+    """Return table rows of all splits from a field of Part.
+
+    Args:
+        survey: The survey.
+        kind: Name of the field, such as numbers.
+    """
     return [
         {"part": stage, "value": name, **asdict(one)}
         for stage, part in survey.parts.items()
@@ -101,7 +112,7 @@ def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files
 
 
 def _differences(survey: Survey) -> Iterator[str]:
-    """Yield values whose dtype or size differs between splits, or that a split lacks."""
+    """Yield a finding for each value that a split lacks, or that has another dtype or size than in the first split."""
     (first, own), *others = survey.parts.items()
     for name in dict.fromkeys(name for part in survey.parts.values() for name in part.batch):
         for stage, part in others:
@@ -110,7 +121,7 @@ def _differences(survey: Survey) -> Iterator[str]:
 
 
 def _form(part: Part, name: str) -> str:
-    """Return the dtype and shape of a sample. null stands for a varying length."""
+    """Return the dtype and shape of a value in one sample as text. A varying length is written as null."""
     if name not in part.batch:
         return "missing"
     value = part.batch[name]

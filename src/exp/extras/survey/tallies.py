@@ -1,4 +1,4 @@
-"""Statistics of columns, accumulated batch by batch in float64."""
+"""Computes statistics of columns in float64, batch by batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ class Numbers:
     """Statistics of a column, of a channel, or of a whole entry.
 
     Args:
-        name: The column or channel; empty for a whole entry.
-        count: The number of finite values.
-        missing: The number of nan.
-        infinite: The number of infinite values.
-        mean, deviation, low, high: Statistics of the finite values; None without finite values, or outside the range of
-            float64. The deviation is NumPy's `std`.
+        name: Name of the column or channel; empty for a whole entry.
+        count: Number of finite values.
+        missing: Number of nan values.
+        infinite: Number of infinite values.
+        mean: Mean of the finite values. This and the following fields are None without finite values, or if the result
+            is outside the range of float64.
+        deviation: Standard deviation of the finite values, as NumPy's `std`.
+        low: Smallest finite value.
+        high: Largest finite value.
     """
 
     name: str
@@ -34,7 +37,10 @@ class Numbers:
 
 
 def moments(tensor: Tensor) -> np.ndarray:
-    """Return count, missing, infinite, mean, sum of squared deviations, low and high of each column, `[7, C]`."""
+    """Return the moments of each of C columns, `[7, C]`.
+
+    The rows are count, missing, infinite, mean, sum of squared deviations, low and high; see Numbers.
+    """
     values = tensor.double().numpy()
     finite = np.isfinite(values)
     count, missing = finite.sum(0), np.isnan(values).sum(0)
@@ -47,7 +53,7 @@ def moments(tensor: Tensor) -> np.ndarray:
 
 
 def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the moments of two groups of rows together, with a numerically stable formula.
+    """Return the moments of the union of two groups of rows from the moments of each group.
 
     Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
@@ -60,7 +66,12 @@ def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def statistics(moments: np.ndarray, names: Sequence[str]) -> list[Numbers]:
-    """Return the statistics of each column by name."""
+    """Return the statistics of each column from its moments.
+
+    Args:
+        moments: Moments `[7, C]`, from `moments` or `combine`.
+        names: Names of the C columns.
+    """
     found = []
     for name, (count, missing, infinite, mean, squares, low, high) in zip(names, moments.T.tolist(), strict=True):
         figures = {"mean": mean, "deviation": math.sqrt(squares / max(count, 1)), "low": low, "high": high}

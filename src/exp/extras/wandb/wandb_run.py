@@ -24,16 +24,16 @@ _NOTE_SECONDS = 5.0
 
 
 class WandbLogger(RunLogger, LightningWandbLogger):
-    """Logs values, histograms, images and texts under the same tags, and the config, to a run of W&B.
+    """Logger that writes config, values, histograms, images and texts to a run of W&B, with the tags of TensorBoard.
 
-    The x axis is trainer/global_step, as in Lightning's logger, because W&B's step counts rows. A resume continues with
-    the same id and skips steps that were logged before, because their values are equal.
+    The x axis is trainer/global_step, as in Lightning's logger, because W&B's own step counts rows. A resumed run
+    continues the same W&B run. Steps that were already logged are skipped, because their values are equal.
 
     Args:
-        directory: Run directory, set by build.py. W&B writes to `wandb/` in it; `wandb sync` uploads it.
-        project: Project of W&B.
-        entity: Entity of W&B.
-        offline: Whether no data leave this machine.
+        directory: Run directory, set by build.py. W&B writes to its folder `wandb/`, which `wandb sync` uploads.
+        project: Name of the project in W&B.
+        entity: User or team in W&B. None: the default of the account.
+        offline: Whether data are only written to this machine.
     """
 
     def __init__(
@@ -61,12 +61,17 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def describe(self, description: Description) -> None:
         self.experiment.config.update(dict(description.config), allow_val_change=True)
         self.experiment.tags = tuple(description.tags)
-        # After the start of the W&B run, so that the noted id exists.
+        # The id is saved after the start of the W&B run, so that a saved id always exists in W&B.
         self._notes.keep(id=self.experiment.id, step=self._reached)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Log values by tag. step: Completed optimizer steps."""
+        """Log values, unless the step was logged before.
+
+        Args:
+            metrics: Values by tag.
+            step: Number of completed optimizer steps.
+        """
         step = self._step_of(step)
         if step > self._reached:
             self.experiment.log({**metrics, GLOBAL_STEP: step})
@@ -82,17 +87,17 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing, because W&B cannot remove rows. Existing steps are not logged again."""
+        """Do nothing, because W&B cannot remove rows. `log_metrics` skips steps that exist."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Save the last step. W&B's own process writes the rows."""
+        """Save the number of the last logged step. The process of W&B writes the rows."""
         self._noted = time.time()
         self._notes.keep(step=self._last_step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Save the last step after a stage. More stages may follow."""
+        """Save the number of the last logged step. The W&B run stays open, because more stages may follow."""
         self.save()
 
     @rank_zero_only

@@ -84,7 +84,6 @@ def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | Non
 
     The config is written to the run directory, unless the directory already contains a frozen config.
 
-
     Args:
         prepare: exp.start.prepare. It writes the frozen config.
         config: Config of the job.

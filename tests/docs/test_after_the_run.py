@@ -54,9 +54,9 @@ def test_export_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     programs = {"train": train, "export": export}
     done = [(program, line) for program, line in COMMAND.findall(PAGE) if program in programs]
-    assert len(done) == 4
+    assert len(done) == 3
     for program, line in done:
         words = [*shlex.split(line), *([QUIET] if program == "train" else [])]
         assert programs[program](words) == 0, line
-    for name in ("outputs/digits/exports/network.onnx", "digits.pt2", "raw.onnx"):
+    for name in ("outputs/digits/exports/network.onnx", "digits.pt2"):
         assert Path(name).is_file()

@@ -33,7 +33,7 @@ FILE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set with module",
     "strategy=deepspeed": "needs the package deepspeed",
-    "hydra.launcher.partition=gpu": "on a machine without sbatch and srun",
+    "hydra.launcher.partition=gpu": "slurm, on a machine without sbatch and srun",
     "hydra/launcher=ray": "without the package ray",
     "+logger=mlflow": "needs the package mlflow",
     "+logger=wandb": "needs the package wandb",

@@ -293,7 +293,9 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
 def _general_demand(module: nn.Module, error: BaseException, refused: Refused | None) -> Demand:
     """Return the demand of a layer without a specific rule, with the parameters that torch's message mentions."""
     message = str(error)
-    places = {name: re.search(rf"\b{re.escape(name)}\b", message, re.IGNORECASE) for name in _parameters(module)}
+    # torch writes `output padding` for output_padding.
+    words = {name: name.replace("_", "[_ ]") for name in _parameters(module)}
+    places = {name: re.search(rf"\b{word}\b", message, re.IGNORECASE) for name, word in words.items()}
     names = [name for _, name in sorted((found.start(), name) for name, found in places.items() if found is not None)]
     values = [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
     expected = f"an input that fits {among(values)}" if values else "an input that it takes"

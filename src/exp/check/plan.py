@@ -280,6 +280,7 @@ def _arithmetic(precision: PrecisionSettings) -> Arithmetic:
     from exp.models.forward_trace import Arithmetic
     from exp.precision.words import WORDS
 
-    word = WORDS.get(precision.word)
+    # A value of another type is an error of the first stage.
+    word = WORDS.get(precision.word) if isinstance(precision.word, str) else None
     is_plain = word is not None and word.parameters is None and precision.keep == {}
     return Arithmetic(autocast=word.autocast if word else None, mixes=is_plain)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
-from exp.errors import ErrorDetails, invalid_value, is_installed, missing_value, not_supported_with
+from exp.errors import ErrorDetails, invalid_value, is_installed, missing_value, not_supported_with, unsuitable
 
 # The package that each launcher needs. The extra slurm or ray installs it.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
@@ -105,10 +105,10 @@ def _slurm_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of SLURM settings whose types are correct."""
     cluster, missing = settings.get("cluster"), [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if cluster == "slurm" and missing:
-        yield not_supported_with(
+        yield unsuitable(
             "hydra.launcher.cluster",
             cluster,
-            f"a machine without {' and '.join(missing)}",
+            f"on a machine without {' and '.join(missing)}",
             "a machine that can submit to SLURM",
             "Start it on a login node, or try it here with hydra.launcher.cluster=local",
         )

@@ -66,7 +66,7 @@ NUMERIC = (
 # Keys that decide which samples are in a batch.
 BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
 # Nodes that determine the parameters of an optimizer, with their default values. These nodes must not change.
-NOTHING: Mapping[str, Any] = {
+NOTHING: Mapping[str, object] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
     "module": None,
@@ -137,7 +137,7 @@ def examine_resume(
     return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
 
 
-def _damage(checkpoint: Mapping[str, Any], saved: object) -> str:
+def _damage(checkpoint: Mapping[str, object], saved: object) -> str:
     """Return the reason why no run can resume from a checkpoint. Return "" if its entries are complete."""
     if LIGHTNING not in checkpoint:
         return f"which holds {among(checkpoint)} and no {LIGHTNING}"
@@ -191,7 +191,12 @@ def _other_weights(
 
 
 def _other_values(
-    before: Mapping[str, Any], config: Mapping[str, Any], node: str, path: Path, *, below: Sequence[str] | None = None
+    before: Mapping[str, object],
+    config: Mapping[str, object],
+    node: str,
+    path: Path,
+    *,
+    below: Sequence[str] | None = None,
 ) -> Iterator[ErrorDetails]:
     """Yield the error of a node with changed values.
 
@@ -211,7 +216,7 @@ def _other_values(
         yield unsuitable("resume", path, f"a checkpoint of another {node}: {told}", expected, fix)
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], below: Sequence[str]) -> str:
+def _differences(saved: Mapping[str, object], now: Mapping[str, object], below: Sequence[str]) -> str:
     """Return a text that lists the first changed keys with both values. Return "" if no key changed.
 
     Args:
@@ -246,7 +251,7 @@ def _other_positions(
         yield unsuitable("resume", path, because, "the batches that the epoch began with", fix)
 
 
-def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
+def _whole(config: Mapping[str, Any]) -> dict[str, object]:
     """Return a config with the defaults of its classes and phases.
 
     A value that equals a default is then not a difference.
@@ -256,7 +261,7 @@ def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(with_defaults({**config, "phases": phases}, allow=allow))
 
 
-def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_values(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return the dotted keys with different values, each with the value before and now.
 
     None stands for a missing key.
@@ -266,7 +271,7 @@ def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     return {key: (was.get(key), found.get(key)) for key in keys}
 
 
-def _leaves(node: object, key: str) -> dict[str, Any]:
+def _leaves(node: object, key: str) -> dict[str, object]:
     """Return all values of a node that are not mappings, by dotted key."""
     if isinstance(node, Mapping) and node:
         below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]

@@ -391,7 +391,8 @@ def test_a_damaged_file_of_a_sweep_is_refused(name, content):
     overrides = SEARCH[:2] if name == "sweep.journal" else ("seed=1,2",)
     run_sweep(*overrides, HERE)
     (SWEEP / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"sweep\.resume: outputs/s/{name}"):
+    words = rf"sweep\.resume: outputs/s/{name}.*; expected .*\. Restore the file, or start a new sweep"
+    with pytest.raises(ConfigError, match=words):
         run_sweep(*overrides, RESUME)
 
 

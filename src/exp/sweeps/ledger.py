@@ -210,7 +210,7 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
 
 
 def _damage_error(path: Path, error: Exception) -> ConfigError:
-    fix = f"Restore it, or begin a new sweep; python -m exp.report {os.path.relpath(path.parent)} shows this one"
+    fix = f"Restore the file, or start a new sweep; python -m exp.report {os.path.relpath(path.parent)} shows this one"
     return _refusal(f"{os.path.relpath(path)}, which is damaged: {one_line(error)}", f"an intact {path.name}", fix)
 
 

@@ -248,6 +248,11 @@ def pack(*members):
     [
         ("csv", put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"), r"at sample 1: 3 values in line 3 of .*1.csv, and 4 in"),
         ("csv", put("1.csv", b"u,v,w,kind\n\xff,1,1,1\n"), r"1.csv \('utf-8' codec .*\); expected CSV in UTF-8"),
+        (
+            "csv",
+            put("1.csv", b"u,v,w,kind\n" + b"1,1,1,1\n" * 4000 + b"\xff,1,1,1\n"),
+            r"at sample 4000: 'utf-8' codec",
+        ),
         ("csv", put("1.csv", "u,v,w,kind\n1,,3,0"), r"'' in v of line 2 of .*1.csv"),
         ("csv", put("1.csv", "u,v,w,kind\n1,nan,3,0"), r"'nan' in v of line 2 of .*1.csv"),
         ("csv", put("1.csv", ""), r"1.csv \(without a line\); expected names of columns"),

@@ -300,6 +300,8 @@ ABC = "a,b,c\n"
         ("a,a,c\n1,2,x\n", {}, r"with a twice"),
         (ABC, {}, r"without a sample"),
         (ABC + '1,"1,x\n', {}, r"after line 1.*expected CSV in UTF-8"),
+        (ABC + "1,1,x\n" * 4000 + "1,1,\udcff\n", {}, r"after line 4001: 'utf-8' codec .*expected CSV in UTF-8"),
+        (ABC + "1,1,x\n1,1,\udcff\n", {}, r"after line 2: 'utf-8' codec .*expected CSV in UTF-8"),
         (ABC + "2_31,1,x\n", {}, r"'2_31' in line 2 of .*column a; expected a finite number"),
         (ABC + "1,1,x\n\u0661\uff12,1,y\n", {}, r"'\u0661\uff12' in line 3 of .*column a; expected a finite number"),
         (ABC + "1,\uff1224-1,x\n", {"dates": {"b": "%Y-%m"}}, r"column b; expected a date"),
@@ -315,7 +317,7 @@ ABC = "a,b,c\n"
     ],
 )  # fmt: skip
 def test_errors_name_the_line_and_the_column(tmp_path, text, settings, message):
-    (tmp_path / "table.csv").write_text(text)
+    (tmp_path / "table.csv").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match=message):
         Data(train=Csv(**{"path": str(tmp_path / "table.csv"), "target": "c", **settings}))
 

@@ -151,13 +151,21 @@ class CsvSource(Source):
                     line = reader.line_num
                     yield line, row
             except (csv.Error, UnicodeDecodeError) as error:
-                got = f"{self.file}, after line {line}: {error}"
+                got = f"{self.file}, after line {line + unread_lines(error)}: {error}"
                 raise data_error("dataset.path", got=got, expected="CSV in UTF-8") from error
 
 
 def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
     """Return a reader of the csv module with the settings that exp uses for every CSV file."""
     return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
+
+
+def unread_lines(error: Exception) -> int:
+    """Return the number of lines between the last line that was read and the byte of a decoding error.
+
+    A text file decodes a block of lines before it returns the first of them. Other errors have no unread lines.
+    """
+    return error.object[: error.start].count(b"\n") if isinstance(error, UnicodeDecodeError) else 0
 
 
 def _zero(text: str) -> float:

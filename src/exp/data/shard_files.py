@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import numpy as np
 
-from exp.data.csv_source import rows_of
+from exp.data.csv_source import rows_of, unread_lines
 from exp.data.data_errors import SampleError, file_error, require_equal_lengths, require_extra, sample_error
 from exp.errors import ConfigError
 
@@ -139,7 +139,7 @@ class CsvShard(ShardFile):
                 for row in filter(None, rows):
                     yield Record(self, next(numbers), row, rows.line_num)
             except (csv.Error, UnicodeDecodeError) as error:
-                raise self.damage_error(next(numbers), error) from error
+                raise self.damage_error(next(numbers) + unread_lines(error), error) from error
 
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
         row = cast(list[str], record.held)

@@ -84,6 +84,19 @@ class Shared(Hook):
         return {"gradients/norm/total": 1.0}
 
 
+class Twice(Hook):
+    def after_backward(self, step):
+        return {"twice": 1.0}
+
+    def after_step(self, step):
+        return {"twice": 2.0}
+
+
+class TwoStages(Hook):
+    def after_evaluation(self, stage, gather):
+        return {"same": 1.0}
+
+
 class Broken(Hook):
     def after_step(self, step):
         raise KeyError("mine")

@@ -81,14 +81,23 @@ SHORT = ["trainer.max_steps=1", "model.layers.hidden.out_features=8"]
     [
         ("InPlace", "InPlace.forward changed a tensor in place; expected no change, because the hook observes"),
         ("Number", "Number.after_step returned a float; expected a mapping of tags to values, or None"),
-        ("Taken", "hooks.taken logs loss/train, a tag of the engine; expected a tag that is not in use"),
-        ("Shared", "hooks.shared logs gradients/norm/total, a tag of hooks.gradients; expected a tag"),
+        ("Taken", "hooks.taken in after_step logs loss/train, a tag of the engine; expected a tag that is not in use"),
+        ("Shared", "hooks.shared in after_step logs gradients/norm/total, a tag of hooks.gradients in after_backward;"),
+        ("Twice", "hooks.twice in after_step logs twice, a tag of hooks.twice in after_backward; expected a tag"),
     ],
 )
 def test_a_mistake_in_a_step_names_the_hook(fit, kind, message):
     with pytest.raises(RunError) as caught:
         fit(*SHORT, *hook_of(kind))
     assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_tag_of_one_evaluation_is_refused_in_another(fit):
+    with pytest.raises(
+        RunError, match=r"in after_evaluation of test logs same, a tag of .* in after_evaluation of val;"
+    ):
+        fit(*SHORT, "test=true", "trainer.limit_val_batches=1", *hook_of("TwoStages"))
 
 
 @pytest.mark.usefixtures("own")

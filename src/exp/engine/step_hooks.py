@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # First parts of the tags that the engine itself writes.
 ENGINE, ENGINE_TAGS = "the engine", ("loss", "optimizer", "precision")
 Found = dict[str, Tensor | float | Panel]
-# Maps each tag to the hook that logs it, or to the engine.
+# Maps each tag to the hook and the place that log it, or to the engine.
 Owners = dict[str, str]
 
 
@@ -321,7 +321,8 @@ class StepHooks(StepObserver):
             step.clips = any(one.gradient_clip_val for one in self._module.phases if one.name == phase)
         ending = "" if phase is None else f"/{phase}"
         for hook in hooks:
-            record.found.update(values_of(hook, method, (step, *arguments), owners=self._owners, ending=ending))
+            found = values_of(hook, method, (step, *arguments), owners=self._owners, place=method, ending=ending)
+            record.found.update(found)
 
     # --- the step for hooks ---
 
@@ -385,10 +386,10 @@ class StepHooks(StepObserver):
 
     def finish(self, stage: Stage, trainer: Trainer) -> Found:
         """Return the values of hooks at the end of an evaluation. Every rank must call this method."""
-        gather = partial(gather_data, strategy=trainer.strategy)
+        gather, place = partial(gather_data, strategy=trainer.strategy), f"after_evaluation of {stage}"
         found: Found = {}
         for hook in self._finishing:
-            found.update(values_of(hook, "after_evaluation", (stage, gather), owners=self._owners))
+            found.update(values_of(hook, "after_evaluation", (stage, gather), owners=self._owners, place=place))
         return found
 
 
@@ -400,7 +401,9 @@ def _hooks_with(hooks: Sequence[Hook], method: str) -> list[Hook]:
     return [hook for hook in hooks if hook.overrides(method)]
 
 
-def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, ending: str = "") -> Values:
+def values_of(
+    hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, place: str, ending: str = ""
+) -> Values:
     """Call a method of a hook and return the values by tag.
 
     Args:
@@ -408,10 +411,11 @@ def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners:
         method: Name of the method.
         arguments: Arguments of the method.
         owners: Owner of each tag. New tags are added to this dict.
+        place: The method, and the stage of an evaluation. A tag logged in two places would have two points at one step.
         ending: Text appended to each tag. Default: empty.
 
     Raises:
-        RunError: The method did not return a mapping, or a tag has another owner.
+        RunError: The method did not return a mapping, or a tag has another owner or place.
     """
     try:
         found: Values | None = getattr(hook, method)(*arguments)
@@ -427,10 +431,10 @@ def values_of(hook: Hook, method: str, arguments: tuple[object, ...], *, owners:
         )
     if ending:
         found = {tag + ending: value for tag, value in found.items()}
-    name = f"hooks.{hook.name}"
+    own = f"hooks.{hook.name} in {place}"
     for tag in found:
-        if owners.get(tag) != name:
-            owner = ENGINE if tag.partition("/")[0] in ENGINE_TAGS else owners.setdefault(tag, name)
-            if owner != name:
-                raise RunError(f"{name} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename it")
+        if owners.get(tag) != own:
+            owner = ENGINE if tag.partition("/")[0] in ENGINE_TAGS else owners.setdefault(tag, own)
+            if owner != own:
+                raise RunError(f"{own} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename it")
     return found

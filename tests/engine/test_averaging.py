@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -202,6 +202,26 @@ def test_hooks_of_state_dicts_are_for_files_only(tmp_path: Path, small_run: Modu
     assert "network.passing" not in average.average
     saved = read_checkpoint(small.last)
     assert torch.equal(saved["state_dict"]["network.0.weight"], average.average["network.0.weight"] * 2)
+
+
+class Short(LightningModule):
+    """A module with an entry of its own name in state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"weight": self.layer.weight.detach()}
+
+
+def test_a_state_dict_of_the_module_has_the_average() -> None:
+    module, average = Short(), ExponentialMovingAverage()
+    average.average = {"layer.weight": torch.full((1, 2), 3.0)}
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    average.on_save_checkpoint(Trainer(logger=False, accelerator="cpu"), module, checkpoint)
+    assert torch.equal(checkpoint["state_dict"]["weight"], average.average["layer.weight"])
+    assert torch.equal(checkpoint[CURRENT]["weight"], module.layer.weight)
 
 
 def test_a_checkpoint_without_an_average_is_reported(

@@ -113,8 +113,8 @@ class ExponentialMovingAverage(Callback):
         if isinstance(strategy, WholeState):
             average, current = strategy.gather_all(self.average), strategy.gather_all(self._current)
         else:
-            average = _with(self.average, pl_module, LightningModule.state_dict)
-            current = _with(self._current, pl_module, LightningModule.state_dict) if self._current else {}
+            average = _with(self.average, pl_module, lambda module: module.state_dict())
+            current = _with(self._current, pl_module, lambda module: module.state_dict()) if self._current else {}
         checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
         checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
 

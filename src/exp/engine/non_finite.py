@@ -26,8 +26,8 @@ from exp.strategies.whole_state import local_part
 Kinds = frozenset[str]
 INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
 FIXES = (
-    "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step, "
-    "names the layer and saves the step; or write runtime.non_finite=skip"
+    "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step "
+    "and names the layer; or write runtime.non_finite=skip"
 )
 # Advice for a user's LightningModule, which supports neither the hook nor skipped steps.
 OWN_FIXES = (

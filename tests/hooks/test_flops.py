@@ -1,4 +1,4 @@
-"""FLOPs count_flops on the meta device equal formulas and the count of the same operators on the CPU."""
+"""FLOPs counted on the meta device equal formulas and the count of the same operators on the CPU."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from exp.models.containers import (
     SequentialModel,
 )
 from exp.models.layers import Parameter
+from exp.models.syntax import ProgramError
 
 pytestmark = pytest.mark.numeric
 
@@ -346,6 +347,20 @@ def test_a_container_says_what_it_cannot_hold(container: type, arguments: dict, 
     with pytest.raises(ConfigError) as caught:
         container(**arguments)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_program_is_checked_for_each_number_of_parameters(kind: type) -> None:
+    """Compiled programs are cached by the structure of the network, which includes the parameters of a layer."""
+    for count, accepted in ((3, True), (2, False)):
+        values = [nn.Parameter(torch.ones(1)) for _ in range(count)]
+        scales = values if kind is list else {f"n{index}": one for index, one in enumerate(values)}
+        forward = "return x * scales[2]" if kind is list else 'return x * scales["n2"]'
+        if accepted:
+            ModuleDictModel(layers={"scales": scales}, forward=forward)
+        else:
+            with pytest.raises(ProgramError, match="`scales`"):
+                ModuleDictModel(layers={"scales": scales}, forward=forward)
 
 
 def test_a_compiled_program_trains() -> None:

@@ -36,8 +36,11 @@ _FUNCTIONS: dict[tuple[object, ...], FunctionType] = {}
 
 def _form_of(entry: tuple[str, nn.Module | torch.Tensor]) -> tuple[object, ...]:
     name, held = entry
-    modules = held.named_modules() if isinstance(held, nn.Module) else ()
-    return (name, type(held), *((path, type(module)) for path, module in modules))
+    if not isinstance(held, nn.Module):
+        return name, type(held)
+    modules = held.named_modules(remove_duplicate=False)
+    tensors = (*held.named_parameters(remove_duplicate=False), *held.named_buffers(remove_duplicate=False))
+    return (name, *((path, type(module)) for path, module in modules), *(path for path, _ in tensors))
 
 
 class ProgramModel(nn.Module):

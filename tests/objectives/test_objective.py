@@ -103,6 +103,18 @@ def test_the_total_is_the_weighted_sum_of_the_terms() -> None:
     assert Objective({"copy": copied})(values)[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("loss", [nn.MSELoss(), CrossEntropy(), CrossEntropy(class_weights=[1.0, 2.0])], ids=str)
+def test_the_divisor_of_a_torch_loss_reads_only_the_target(loss: nn.Module) -> None:
+    class Recorded(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    read: list[str] = []
+    assert Term(loss=loss).divisor(Recorded(output=torch.zeros(3, 2).bfloat16(), target=torch.ones(3).long()))
+    assert read == ["target"]
+
+
 def test_unknown_values_are_reported() -> None:
     term = Term(loss=nn.MSELoss(), output="reconstructoin")
     with pytest.raises(RunError) as caught:

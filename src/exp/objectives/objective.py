@@ -88,17 +88,18 @@ class Term(AbstractTerm):
         The loss's method `divisor` is called with the same arguments as the loss. Before the forward pass, the values
         of the network are None.
         """
-        given = self._arguments(values, is_partial=True)
-        target = given.get("target")
-        if self._is_by_weight:
-            assert target is not None, "a target of the batch"
-            return total_weight(cast(ByWeight, self.loss), target)
-        if self._is_weighed:
+        if self._is_weighed and not self._is_by_weight:
             divisor = cast("Callable[..., Tensor | float]", self.loss.divisor)
+            given = self._arguments(values, is_partial=True)
             return divisor(*given.values()) if self.inputs is None else divisor(**given)
         # The number of targets in a batch may vary, for example with the length of texts.
         is_by_number = isinstance(self.loss, (*ELEMENTWISE, CrossEntropy, NLL)) and self.loss.reduction == "mean"
-        return float(target.numel()) if is_by_number and target is not None else None
+        name = self.target if self.inputs is None else self.inputs.get("target")
+        if name is None or not (self._is_by_weight or is_by_number):
+            return None
+        # The output is not read, because `full` copies scores in half precision.
+        target = pick(values, name, "target")
+        return total_weight(cast(ByWeight, self.loss), full(target)) if self._is_by_weight else float(target.numel())
 
     def weigh(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None

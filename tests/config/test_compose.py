@@ -286,6 +286,14 @@ def test_a_hydra_setting_of_a_file_is_refused(text, key):
     assert (error.source or "conf/experiment/e.yaml") == "conf/experiment/e.yaml"
 
 
+def test_a_hydra_setting_is_refused_in_each_file():
+    files = ["conf/debug/e.yaml", "conf/experiment/e.yaml"]
+    for file in files:
+        write(file, "# @package _global_\nhydra: {job: {chdir: true}}\n")
+    errors = refused("debug=e", "experiment=e").errors
+    assert sorted((error.key, error.source) for error in errors) == [("hydra.job.chdir", file) for file in files]
+
+
 def test_a_file_may_set_directories_and_sweeps():
     write(
         "conf/experiment/e.yaml",

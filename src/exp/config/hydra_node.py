@@ -85,14 +85,16 @@ def hydra_node_errors(
         typed: Hydra's keys that the command line sets, each with the text of its value.
     """
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    errors = [error for layer in layers for error in _file_errors(layer, config)]
-    errors += [
+    of_files = [error for layer in layers for error in _file_errors(layer, config)]
+    errors = [
         hydra_error(f"hydra.callbacks.{name}", *REFUSED["hydra.callbacks"]) for name in config.hydra.callbacks or ()
     ]
     errors += [hydra_error("hydra.job.chdir", *REFUSED["hydra.job.chdir"])] if config.hydra.job.chdir else []
     errors += [*_plugin_errors(config, "sweeper"), *_plugin_errors(config, "launcher")]
     errors += _directory_errors(config, key, typed=typed.get(key))
-    return list({error.key: error for error in reversed(errors)}.values())[::-1]
+    # An error of a file has a source, so it is reported instead of the error of the merged node.
+    keys = {error.key for error in of_files}
+    return of_files + [error for error in errors if error.key not in keys]
 
 
 def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:

@@ -16,11 +16,21 @@ from exp.data.csv_source import Dialect
 from exp.data.data_errors import data_error, refuse_unknown_columns
 from exp.data.dataset_files import data_file
 from exp.data.entries import TARGET
-from exp.data.source import NAMELESS, NO_ANSWER, NO_NAME, Columns, Name, Source, Task, refuse_labels
+from exp.data.source import NAMELESS, NO_NAME, Columns, Days, Name, Source, Task, refuse_labels
 from exp.data.tables import Encoding, Impute, Table, Words
 
 Targets = Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]
-IMPUTE = "data.dataset.impute=mean, median or most_frequent fills it from the training split, or leave the column out"
+MISSING = "data.dataset.missing_values lists the texts that mean a missing value"
+IMPUTE = (
+    "data.dataset.impute=mean, median or most_frequent fills it from the training split, or leave the column out. "
+    + MISSING
+)
+NO_ANSWER = f"A row without its target cannot be learned from: remove it from the file. {MISSING}"
+NO_NUMBER = (
+    "Put the column in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{}], or "
+    "name the text in data.dataset.missing_values; data.dataset.decimal is the decimal sign"
+)
+NO_DATE = "data.dataset.dates={{{}: '%d.%m.%Y'}} states a format"
 
 
 class Csv(Table):
@@ -105,6 +115,7 @@ class Csv(Table):
             words=[*words, *classes],
             fixes=dict.fromkeys(features if impute is None else (), IMPUTE)
             | dict.fromkeys([*numbers, *classes], NO_ANSWER),
+            text_fixes=_text_fixes(source, [*figures, *numbers], days),
         )
         super().__init__(
             columns=[source.names[column] for column in figures],
@@ -140,6 +151,12 @@ class Csv(Table):
 def date_forms(dates: Sequence[Name] | Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the date format of each column by name; None means ISO 8601."""
     return dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
+
+
+def _text_fixes(source: Source, columns: Sequence[int], days: Days) -> dict[int, str]:
+    """Return the fix for a text that is not a number or a date, by column number."""
+    fixes = {column: NO_DATE if column in days else NO_NUMBER for column in columns}
+    return {column: fix.format(source.names[column] or NO_NAME) for column, fix in fixes.items()}
 
 
 def _by_name(target: Targets) -> dict[str, list[Name]]:

@@ -26,7 +26,7 @@ Name: TypeAlias = str | int
 # The values of a column.
 Values: TypeAlias = Sequence[object] | np.ndarray
 # Days: the format of the dates by column number, for strptime; None for ISO 8601.
-# Fixes: the fix that is reported for a missing value, by column number.
+# Fixes: the fix that is reported for an invalid or a missing value, by column number.
 Days: TypeAlias = Mapping[int, str | None]
 Fixes: TypeAlias = Mapping[int, str]
 # The first invalid row, and its text, by column number.
@@ -40,11 +40,6 @@ MANY_LABELS = 20
 NAMELESS = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 # An empty name as users type it on the command line.
 NO_NAME = "''"
-NO_ANSWER = "A row without its target cannot be learned from: remove it from the file"
-NO_NUMBER = (
-    "Put the column in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{}], or "
-    "name the text in data.dataset.missing_values; data.dataset.decimal is the decimal sign"
-)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -97,7 +92,13 @@ class Source(ABC):
         raise name_error(key, str(name), self.names, expected=f"a column of {self.file}")
 
     def read(
-        self, *, numbers: Sequence[int] = (), days: Days = NOTHING, words: Sequence[int] = (), fixes: Fixes = NOTHING
+        self,
+        *,
+        numbers: Sequence[int] = (),
+        days: Days = NOTHING,
+        words: Sequence[int] = (),
+        fixes: Fixes = NOTHING,
+        text_fixes: Fixes = NOTHING,
     ) -> Columns:
         """Return columns of the file.
 
@@ -106,6 +107,7 @@ class Source(ABC):
             days: The columns of dates among `numbers`, with their formats. Dates become days since 1970.
             words: The columns of words and of classes.
             fixes: The columns in which no value may be missing, with the fix that the error proposes.
+            text_fixes: The fixes for texts that are not numbers or dates.
 
         Raises:
             ConfigError: A value does not match its column. There is one error for each column.
@@ -135,12 +137,13 @@ class Source(ABC):
         errors = list[ErrorDetails]()
         for column, is_missing in missing.items():
             if column in unread:
-                errors += self._unread(*unread[column], column, days).errors
+                row, text = unread[column]
+                expected = _expected_text(column, days)
+                errors += self.value_error(row, column, repr(text), expected, text_fixes.get(column)).errors
             elif column in fixes and is_missing.any():
                 rows = np.flatnonzero(is_missing)
                 got = f"{len(rows)} missing values, the first" if len(rows) > 1 else "no value"
-                fix = f"{fixes[column]}. data.dataset.missing_values lists the texts that mean a missing value"
-                errors += self.value_error(int(rows[0]), column, got, "a value in every row", fix).errors
+                errors += self.value_error(int(rows[0]), column, got, "a value in every row", fixes[column]).errors
         raise_errors(errors)
         return Columns(numbers=table, words=found)
 
@@ -199,15 +202,12 @@ class Source(ABC):
 
         return read
 
-    def _unread(self, row: int, text: str, column: int, days: Days) -> ConfigError:
-        """Return the error for a text that is not a valid value of its column."""
-        name = self.names[column] or NO_NAME
-        if column not in days:
-            return self.value_error(row, column, repr(text), "a finite number", NO_NUMBER.format(name))
-        expected = "a date in ISO 8601, such as 2024-01-31" if days[column] is None else f"a date like {days[column]}"
-        return self.value_error(
-            row, column, repr(text), expected, f"data.dataset.dates={{{name}: '%d.%m.%Y'}} states a format"
-        )
+
+def _expected_text(column: int, days: Days) -> str:
+    """Return a description of the valid texts of a column of numbers or dates."""
+    if column not in days:
+        return "a finite number"
+    return "a date in ISO 8601, such as 2024-01-31" if days[column] is None else f"a date like {days[column]}"
 
 
 def _append(held: np.ndarray, rows: np.ndarray) -> None:

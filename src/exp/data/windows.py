@@ -26,6 +26,7 @@ from exp.data.value_names import SCALES, ValueNames
 from exp.shared_types import Stage
 
 FITTED = "windows"
+NO_NUMBER = "data.dataset.columns lists the columns to read; data.dataset.time names a column of dates"
 
 
 class Windows(Dataset[object]):
@@ -89,7 +90,7 @@ class Windows(Dataset[object]):
         if moment:
             _require_order(source, moment[0])
         self.columns = tuple(dict.fromkeys([*self.inputs, *self.targets]))
-        self.values = series_of(source, self.columns)
+        self.values = series_of(source, self.columns, text_fix=NO_NUMBER)
         self.length, self.horizon, self.stride, self.standardise = length, horizon, stride, standardise
 
     def __len__(self) -> int:
@@ -173,10 +174,20 @@ class WindowedRows(Gathered):
         return rows.transpose(1, 2).contiguous(), targets.transpose(1, targets.dim() - 1).contiguous()
 
 
-def series_of(source: Source, names: Sequence[str]) -> np.ndarray:
-    """Return columns of numbers, float64 `[N, C]`. Raise ConfigError if a value is missing or not a number."""
+def series_of(source: Source, names: Sequence[str], *, text_fix: str = "") -> np.ndarray:
+    """Return columns of numbers, float64 `[N, C]`.
+
+    Args:
+        source: The file.
+        names: The columns.
+        text_fix: The fix for a text that is not a number.
+
+    Raises:
+        ConfigError: A value is missing or not a number.
+    """
     places = [source.column(name, key="dataset.path") for name in names]
-    return source.read(numbers=places, fixes=dict.fromkeys(places, "Fill it in")).numbers
+    fixes, text_fixes = (dict.fromkeys(places, fix) for fix in ("Fill it in", text_fix))
+    return source.read(numbers=places, fixes=fixes, text_fixes=text_fixes).numbers
 
 
 def _require_order(source: Source, name: str) -> None:

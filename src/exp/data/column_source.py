@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from exp.data.cells import DecimalSign, Missing
 from exp.data.csv_source import MISSING_VALUES, CsvSource, Dialect
 from exp.data.data_errors import (
     SampleError,
-    data_detail,
     data_error,
     file_error,
     name_fix,
@@ -24,7 +22,7 @@ from exp.data.data_errors import (
 )
 from exp.data.shard_files import JsonLines
 from exp.data.source import Readers, Source, Values
-from exp.errors import raise_errors
+from exp.errors import ErrorDetails, raise_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -151,7 +149,7 @@ def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> dict[str,
     else:
         columns = dict(read_parquet(file).to_pydict()) if file.suffix == ".parquet" else read_columns(file)
     raise_errors(
-        replace(data_detail("", got=name, expected=f"a column of {file}", fix=name_fix(name, columns)), key="keep")
+        ErrorDetails("keep", name, f"a column of {file}", name_fix(name, columns))
         for name in names
         if name not in columns
     )

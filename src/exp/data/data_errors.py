@@ -85,13 +85,13 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
         names: The columns of the file.
         wanted: The columns to check, by the option of the data set that names them.
     """
-    pairs = [(option, str(name)) for option, given in wanted.items() for name in given]
-    errors = (
-        name_error(f"dataset.{option}", name, names, expected=f"a column of {file}").errors
-        for option, name in pairs
+    expected = f"a column of {file}"
+    raise_errors(
+        data_detail(f"dataset.{option}", got=name, expected=expected, fix=name_fix(name, names), subject=name)
+        for option, given in wanted.items()
+        for name in map(str, given)
         if name not in names
     )
-    raise_errors(detail for several in errors for detail in several)
 
 
 def name_fix(name: str, names: Collection[str]) -> str | None:

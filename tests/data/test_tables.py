@@ -430,6 +430,8 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
         Parquet(path=path, target="kind", categorical=["colour"], impute="mean")
     with pytest.raises(ConfigError, match=r"missing values, the first in row \d+ of .*column age"):
         Parquet(path=path, target="kind", categorical=["colour", "size"])
+    parquet.write_table(pyarrow.table({"a": ["1,5", "2"], "kind": ["x", "y"]}), path)
+    assert Parquet(path=path, target="kind", decimal=",").numbers.tolist() == [[1.5], [2.0]]
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(ConfigError, match=r"bad.parquet \(.*\); expected a Parquet file"):
         Parquet(path=str(tmp_path / "bad.parquet"), target="kind")

@@ -93,8 +93,7 @@ def open_source(
         if rows.ndim > 2:
             raise data_error("dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="rows, [N] or [N, C]")
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
-    decimal = "." if dialect is None else dialect.decimal
-    return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
+    return _typed_source(file, columns, dialect, missing_values)
 
 
 def parquet_source(
@@ -104,7 +103,14 @@ def parquet_source(
 
     The ending of the file is not checked. See open_source for the arguments.
     """
-    return ColumnSource(file=file, columns=arrow_columns(read_parquet(file)), missing_values=missing_values or ())
+    return _typed_source(file, arrow_columns(read_parquet(file)), dialect, missing_values)
+
+
+def _typed_source(
+    file: Path, columns: Mapping[str, Values], dialect: Dialect | None, missing_values: Sequence[object] | None
+) -> ColumnSource:
+    decimal = "." if dialect is None else dialect.decimal
+    return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
 
 
 def read_columns(file: Path) -> dict[str, Values]:

@@ -166,18 +166,6 @@ def missing_value(key: str, expected: str, fix: str | None = None, *, got: str =
     return ErrorDetails(key, got, expected, fix)
 
 
-def not_installed(key: str, package: str, install: str, *, feature: str) -> ErrorDetails:
-    """Return an error about a feature that needs a package that is not installed.
-
-    Args:
-        key: Dotted config key.
-        package: Name of the package.
-        install: Argument of `pip install`.
-        feature: Name of the feature, for the message.
-    """
-    return ErrorDetails(key, f"{feature}, without the package {package}", "it installed", f"pip install {install}")
-
-
 def constructor_error(
     error: BaseException,
     *,

@@ -20,7 +20,7 @@ from exp.config.search_path import OWN_CONF
 from exp.config.settings import SCHEMA, VALUES, Node, Repeats
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
-from exp.errors import ErrorDetails, invalid_value, missing_value, unsuitable
+from exp.errors import ErrorDetails, invalid_value, missing_value, unknown_key, unsuitable
 from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
 
 # Matches values that need no quotes in a list.
@@ -142,8 +142,8 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
     return f"Quote it, and once more for a shell: '{key}={f'[{texts}]' if isinstance(value, list) else texts}'"
 
 
-def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
-    """Return the error of an unknown key, with the most similar known key as the fix.
+def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
+    """Return the error of an unknown key. Its fix is from habits.yaml, or the most similar known key.
 
     Args:
         key: The unknown dotted key.
@@ -152,11 +152,10 @@ def unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
     """
     parent, _, name = key.rpartition(".")
     near = find_nearest(name, known)
-    fix = f"Did you mean {parent + '.' if parent else ''}{near[0]}?" if near else None
+    fix = f"Did you mean {_join(parent, near[0])}?" if near else None
     if not parent and fix is None:
         fix = f"Put it below vars, and refer to it as ${{vars.{name}}}"
-    fix = fix_of_key(key, "VALUE") or fix
-    return ErrorDetails(key, f"no key of {holder}", f"one of {among(known, word=name)}", fix)
+    return unknown_key(key, known, holder=holder, fix=fix_of_key(key, "VALUE") or fix)
 
 
 def own_groups(plain: dict[str, object]) -> list[str]:
@@ -169,7 +168,7 @@ def _mapping_errors(key: str, node: dict[str, object], schema: dict[str, object]
     known = list(schema) + ([*NODES, *COLLECTIONS, PHASES, *own_groups(node)] if not key else [])
     for name in node:
         if name not in known and not (name == COMPOSITION and not key):
-            yield unknown_key(_join(key, name), known, holder=key or "the config")
+            yield _unknown_key(_join(key, name), known, holder=key or "the config")
     for name, rule in schema.items():
         path = _join(key, name)
         if name not in node:
@@ -285,7 +284,7 @@ def _layer_errors(key: str, value: object) -> Iterator[ErrorDetails]:
 def _repeat_errors(key: str, value: dict[str, object]) -> Iterator[ErrorDetails]:
     for name in value:
         if name not in ("repeat", "layer"):
-            yield unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
+            yield _unknown_key(f"{key}.{name}", ["repeat", "layer"], holder="a repeated layer")
     for name, expected in (("repeat", "the number of layers, 1 or more"), ("layer", "a node with a _target_")):
         if name not in value:
             yield missing_value(f"{key}.{name}", expected, got="no such key")

@@ -161,7 +161,7 @@ def missing_value(key: str, expected: str, fix: str | None = None, *, got: str =
         key: Dotted config key.
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. Default: none.
-        got: "null" for a key with the value null, "nothing" for a key that does not exist.
+        got: "null" for a key with the value null, "nothing" or "no such key" for a key that does not exist.
     """
     return ErrorDetails(key, got, expected, fix)
 

@@ -13,7 +13,6 @@ from exp.errors import (
     ErrorDetails,
     MissingExtraError,
     is_installed,
-    missing_value,
     not_supported_with,
     unknown_word,
 )
@@ -145,7 +144,7 @@ def float8_error(accelerator: str, capability: tuple[int, int] | None = None) ->
     try:
         refuse_without_torchao()
     except MissingExtraError as error:
-        return missing_value(KEY, str(error), got="fp8 without torchao")
+        return ErrorDetails(KEY, "fp8 without torchao", str(error))
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
-from exp.errors import ErrorDetails, missing_value, not_supported_with, raise_errors
+from exp.errors import ErrorDetails, invalid_value, not_supported_with, raise_errors
 from exp.strategies.footprint import Footprint, Load
 from exp.strategies.layer_split import Layers
 from exp.strategies.pipeline import SCHEDULES, Pipeline
@@ -122,7 +122,7 @@ def _dimension_errors(tensor: int, pipeline: int, data: str) -> list[ErrorDetail
         errors.append(not_supported_with("pipeline", pipeline, f"tensor={tensor}", "one of the two above 1", fix))
     elif tensor == pipeline == 1:
         expected = "2 or more ranks that hold one model together: strategy.tensor=2 or strategy.pipeline=2"
-        errors.append(missing_value("tensor", expected, "Or write strategy=ddp", got="1, and pipeline is 1"))
+        errors.append(invalid_value("tensor", tensor, expected, "Or write strategy=ddp", because="and pipeline is 1"))
     if data == "shard" and pipeline > 1:
         errors.append(not_supported_with("data", "shard", "pipeline", "average, or tensor instead of pipeline"))
     return errors

@@ -25,7 +25,7 @@ from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
 from exp.config.reading import Reading, Unknown, Values, plain_values, read
 from exp.config.sources import source_of
 from exp.config.values import set_value
-from exp.errors import ConfigError, ErrorDetails, config_error, missing_value, not_supported_with
+from exp.errors import ConfigError, ErrorDetails, config_error, not_supported_with
 from exp.spelling import show
 
 # A config as plain Python values, with all interpolations resolved.
@@ -347,7 +347,7 @@ def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
             error = replace(error, fix=f"Write ++{texts[0].lstrip('+')}, which sets or adds it" if texts else None)
         errors.append(replace(error, source=f"{label}, {error.source}" if error.source else label))
     if len(where) > MAX_ERRORS:
-        errors.append(missing_value("sweep", "none", got=f"{len(where) - MAX_ERRORS} more errors"))
+        errors.append(ErrorDetails("sweep", f"{len(where) - MAX_ERRORS} more errors", "none"))
     return errors
 
 

@@ -23,7 +23,7 @@ from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
-from exp.errors import ConfigError, ErrorDetails, missing_value, raise_errors, unknown_word
+from exp.errors import ConfigError, ErrorDetails, raise_errors, unknown_word, unsuitable
 from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
 
@@ -165,7 +165,7 @@ class Space:
             ]
             if not ready:
                 got = f"{' and '.join(axis.name for axis in left)} wait for each other"
-                raise ConfigError([missing_value("sweep.when", "conditions without a cycle", got=got)])
+                raise ConfigError([ErrorDetails("sweep.when", got, "conditions without a cycle")])
             done.update({axis.key: axis for axis in ready})
             left = [axis for axis in left if axis.key not in done]
         return list(done.values())
@@ -239,7 +239,7 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
 
 
 def _unswept_error(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
-    return missing_value(key, f"one of {among(swept, word=name)}", got=f"{name}, which is not swept")
+    return unsuitable(key, name, "which is not swept", f"one of {among(swept, word=name)}")
 
 
 def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]) -> Condition | None:
@@ -277,13 +277,13 @@ def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Er
             return [unknown_word(name, min(tags), ["log"])], axis
         if not (math.isfinite(low) and math.isfinite(high) and low < high and (low > 0 or not is_log)):
             expected = f"an interval from a {'positive ' if is_log else ''}number to a larger number"
-            return [missing_value(name, expected, f"Write {name}={low}" if low == high else None, got=got)], axis
+            return [ErrorDetails(name, got, expected, f"Write {name}={low}" if low == high else None)], axis
         return [], axis
     texts = _texts(line, vocabulary, seed=seed)
     axis = Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
     twice = [text for text, count in Counter(texts).items() if count > 1]
     fix = f"Write {name}={','.join(dict.fromkeys(texts))}"
-    return [missing_value(name, "each value once", fix, got=f"{text}, twice") for text in twice[:1]], axis
+    return [unsuitable(name, text, "twice", "each value once", fix) for text in twice[:1]], axis
 
 
 def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:

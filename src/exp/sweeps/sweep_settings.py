@@ -202,7 +202,7 @@ def refuse_size(master: Composition) -> None:
     if jobs > MAX_JOBS and (master.config.sweep.sampler in ("auto", "grid") or counts[key] > MAX_JOBS):
         got, expected = f"{counts[key]:,} values in {jobs:,} combinations", f"at most {MAX_JOBS:,} jobs"
         fix = "Use fewer values, or sample from an interval: sweep.sampler=random sweep.trials=100"
-        errors.append(missing_value(key.lstrip("+~"), expected, fix, got=got))
+        errors.append(ErrorDetails(key.lstrip("+~"), got, expected, fix))
     raise_errors(errors)
 
 

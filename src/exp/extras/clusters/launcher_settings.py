@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, MinLen
 
 from exp.config.clusters import CLUSTERS, RAY, SLURM
-from exp.errors import ErrorDetails, invalid_value, is_installed, missing_value, not_supported_with, unsuitable
+from exp.errors import ErrorDetails, invalid_value, is_installed, not_supported_with, unsuitable
 
 # The package that each launcher needs. The extra slurm or ray installs it.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
@@ -92,7 +92,7 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     word, package = CLUSTERS[target].word, PACKAGES[target]
     if not is_installed(package):
         fix, got = f"pip install 'exp-framework[{word}]'", f"{word}, without the package {package}"
-        yield missing_value("hydra/launcher", "it installed", fix, got=got)
+        yield ErrorDetails("hydra/launcher", got, "it installed", fix)
     wrong = {name for name, (_, kind) in SETTINGS[target].items() if not fits(settings[name], kind)}
     for name in SETTINGS[target]:
         if name in wrong:

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from exp.errors import ErrorDetails, MissingExtraError, is_installed, missing_value, not_supported_with
+from exp.errors import ErrorDetails, MissingExtraError, is_installed, not_supported_with
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce_bytes, gather_bytes
 from exp.strategies.model_parallel import ModelParallel
@@ -103,7 +103,7 @@ class DeepSpeed(Strategy):
     def _errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         if not is_installed("deepspeed"):
             got, _, fix = str(missing_extra()).partition(": ")
-            yield missing_value("strategy.name", "it, or another strategy", f"Install it: {fix}", got=got)
+            yield ErrorDetails("strategy.name", got, "it, or another strategy", f"Install it: {fix}")
         # Precisions without loss scaling and without casts of the network, because DeepSpeed would do both itself.
         known = [
             word.name

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exp.config.found_run import key_of
-from exp.errors import ErrorDetails, Interrupted, config_error, invalid_value, missing_value, raise_errors
+from exp.errors import ErrorDetails, Interrupted, invalid_value, raise_errors
 from exp.files import write_atomic
 from exp.output import announce_torch_import
 
@@ -107,10 +107,10 @@ def parse(
     for flag in flags:
         value = vars(own)[flag.name.lstrip("-").replace("-", "_")]
         if value is not None and flag.above is not None and not value > flag.above:  # also a nan
-            errors += config_error(flag.name, got=f"{value:g}", expected=f"a number above {flag.above:g}").errors
+            errors.append(ErrorDetails(flag.name, f"{value:g}", f"a number above {flag.above:g}"))
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
-        errors.append(missing_value("--multirun", "one", "Leave -m out, and call it once each", got="several runs"))
+        errors.append(ErrorDetails("--multirun", "several runs", "one", "Leave -m out, and call it once each"))
     raise_errors(errors)
     if answer_question(arguments):
         return own, None

@@ -138,9 +138,7 @@ def not_supported_with(
     return ErrorDetails(key, f"{shown} with {other}", expected, fix)
 
 
-def unsuitable(
-    key: str, name: object, because: str, expected: str, fix: str | None = None, *, origins: tuple[str, ...] = ()
-) -> ErrorDetails:
+def unsuitable(key: str, name: object, because: str, expected: str, fix: str | None = None) -> ErrorDetails:
     """Return an error about a class, layer, file or value that cannot be used: `KEY: NAME, BECAUSE; expected EXPECTED`.
 
     Args:
@@ -149,9 +147,8 @@ def unsuitable(
         because: Reason why it cannot be used, such as "which has no forward".
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. Default: none.
-        origins: See ErrorDetails.
     """
-    return ErrorDetails(key, f"{name}, {because}", expected, fix, origins=origins)
+    return ErrorDetails(key, f"{name}, {because}", expected, fix)
 
 
 def missing_value(key: str, expected: str, fix: str | None = None, *, got: str = "null") -> ErrorDetails:
@@ -308,10 +305,9 @@ def config_error(
     expected: str,
     fix: str | None = None,
     source: str | None = None,
-    subject: str = "",
 ) -> ConfigError:
     """Return a ConfigError with a single error. The arguments are those of ErrorDetails."""
-    return ConfigError([ErrorDetails(key, got, expected, fix, source=source, subject=subject)])
+    return ConfigError([ErrorDetails(key, got, expected, fix, source=source)])
 
 
 def command_line_error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:

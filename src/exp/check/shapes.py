@@ -187,7 +187,7 @@ def _width_error(
         return None
     expected, head = f"{wanted}: {what}", _head(value, calls, width)
     if head is None:
-        return unsuitable("model", got, f"{width} wide", expected, origins=origins)
+        return ErrorDetails("model", f"{got}, {width} wide", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
     return ErrorDetails(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")

@@ -174,7 +174,7 @@ def refuse_settings(master: Composition) -> None:
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
     expected = "one value for the whole sweep"
     errors = [
-        replace(invalid_value(line.key_or_group, line.get_value_string(), expected), source=COMMAND_LINE)
+        invalid_value(line.key_or_group, line.get_value_string(), expected, source=COMMAND_LINE)
         for line in lines
         if line.is_sweep_override()
     ]

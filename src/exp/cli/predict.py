@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import config_error
+from exp.errors import COMMAND_LINE, config_error
 from exp.output import announce_torch_import, command, survive_output_errors
 
 HELP = """Predict with the weights that a run saved.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     typed = arguments.values["keep"]
     keep = () if typed is None else words_in(f"keep={typed}")
     if keep is None:
-        raise config_error("keep", got=str(typed), expected=COLUMNS, source="command line")
+        raise config_error("keep", got=str(typed), expected=COLUMNS, source=COMMAND_LINE)
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch is imported after parsing, so that errors of the command are reported at once.
     with announce_torch_import():

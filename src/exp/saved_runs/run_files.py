@@ -18,7 +18,7 @@ from exp.construct import build_data, build_module, build_network, build_run_pre
 from exp.data.data import Data
 from exp.data.randomness import preserve_generators
 from exp.engine.checkpoint import CHECKPOINTS, CURRENT, State, read_checkpoint
-from exp.errors import RunError, config_error
+from exp.errors import COMMAND_LINE, RunError, config_error
 from exp.run_report import Report, read_report
 from exp.shared_types import DataSpec
 from exp.spelling import among
@@ -149,7 +149,7 @@ class RunFiles:
                 whose = f"a place of the run {self.directory}"
         if whose is not None:
             expected = f"another file: in a run directory, {EXPORTS}/ or a new name"
-            raise config_error("output", got=f"{output}, {whose}", expected=expected, source="command line")
+            raise config_error("output", got=f"{output}, {whose}", expected=expected, source=COMMAND_LINE)
 
     def _directory(self, wanted: str) -> Path:
         if self.directory is None:

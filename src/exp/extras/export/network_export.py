@@ -23,7 +23,7 @@ from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
 from exp.data.value_names import value_names
-from exp.errors import RunError, config_error, shorten
+from exp.errors import COMMAND_LINE, RunError, config_error, shorten
 from exp.extras.export.graph_capture import capture, dimensions_of, quiet
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, require_package
@@ -37,7 +37,6 @@ from exp.spelling import among
 
 Format = Literal["onnx", "torch_export"]
 ENDINGS: Mapping[Format, str] = {"onnx": "network.onnx", "torch_export": "network.pt2"}
-SOURCE = "command line"
 SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # Splits in the order of preference. Validation and test are first, because they have no augmentation.
@@ -247,16 +246,16 @@ def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights
     if output is None:
         if run.directory is None:
             got = f"null, and {run.checkpoint} is not in a run directory"
-            raise config_error("output", got=got, expected="a file", fix=f"Write output={name}", source=SOURCE)
+            raise config_error("output", got=got, expected="a file", fix=f"Write output={name}", source=COMMAND_LINE)
         return run.directory / EXPORTS / name
     path = Path(output)
     if path.is_dir():
         fix = f"Write output={path / name}"
-        raise config_error("output", got=f"{path}, a directory", expected="a file", fix=fix, source=SOURCE)
+        raise config_error("output", got=f"{path}, a directory", expected="a file", fix=fix, source=COMMAND_LINE)
     run.refuse_own_file(path, weights=weights)
     for other in get_args(Format):
         if other != format and path.suffix == Path(ENDINGS[other]).suffix:
             got = f"{path}, whose suffix is that of format={other}, with format={format}"
             fix = f"Write output={path.with_suffix(Path(name).suffix)}, or format={other}"
-            raise config_error("output", got=got, expected="a file", fix=fix, source=SOURCE)
+            raise config_error("output", got=got, expected="a file", fix=fix, source=COMMAND_LINE)
     return path

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exp.errors import MissingExtraError, config_error, is_installed
+from exp.errors import COMMAND_LINE, MissingExtraError, config_error, is_installed
 from exp.output import announce_torch_import, command, survive_output_errors
 from exp.signals import handle_signals
 
@@ -92,10 +92,10 @@ def _check_words(values: Mapping[str, str | None]) -> None:
     """Raise ConfigError unless exactly one of run and model is given, or if weights are given with model."""
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} with model={values['model']}"
-        raise config_error("run", got=got, expected="run=DIR or model=FILE.onnx", source="command line")
+        raise config_error("run", got=got, expected="run=DIR or model=FILE.onnx", source=COMMAND_LINE)
     if values["model"] is not None and values["weights"] is not None:
         got = f"{values['weights']} with model={values['model']}, which is exported already"
-        raise config_error("weights", got=got, expected="run=DIR", source="command line")
+        raise config_error("weights", got=got, expected="run=DIR", source=COMMAND_LINE)
 
 
 def _port(text: str | None) -> int:
@@ -107,5 +107,5 @@ def _port(text: str | None) -> int:
     if text is None:
         return DEFAULT_PORT
     if not text.isdecimal() or int(text) > LAST_PORT:
-        raise config_error("port", got=text, expected=f"a port, from 0 to {LAST_PORT}", source="command line")
+        raise config_error("port", got=text, expected=f"a port, from 0 to {LAST_PORT}", source=COMMAND_LINE)
     return int(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import exp
 from exp.errors import ConfigError
@@ -125,6 +125,16 @@ def test_the_check_refuses_unknown_and_ambiguous_values(overrides, key, message)
     with pytest.raises(ConfigError) as raised:
         exp.validate(exp.compose(overrides))
     assert [(error.key, message in str(error)) for error in raised.value.errors] == [(key, True)], raised.value
+
+
+class NamedTruth(nn.Module):
+    def forward(self, guess: Tensor, *, truth: Tensor) -> Tensor:
+        return (guess - truth).abs().mean()
+
+
+def test_inputs_of_keyword_only_parameters_are_passed_by_name() -> None:
+    term = Term(loss=NamedTruth(), inputs={"guess": "output", "truth": "target"})
+    assert float(term({"output": torch.tensor([1.0, 4.0]), "target": torch.ones(2)})) == 1.5
 
 
 def test_inputs_in_any_order_are_passed_by_position() -> None:

@@ -60,7 +60,8 @@ class Term(AbstractTerm):
         if inputs is not None and not inputs:
             raise ValueError("inputs is {}; expected a name of a value for each parameter of the loss, or null")
         parameters = inspect.signature(loss.forward).parameters.values()
-        required = [one.name for one in parameters if one.default is one.empty]
+        by_position = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        required = [one.name for one in by_position if one.default is one.empty]
         if inputs is not None and len(required) == 2 and inputs.keys() == set(required):
             # A loss with two required parameters is called with (output, target), by position.
             output, target = (inputs[parameter] for parameter in required)

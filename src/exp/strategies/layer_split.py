@@ -123,11 +123,7 @@ def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int
         factor: Fraction of a whole micro-batch's activations that are in memory at the same time. Default: 1.
     """
     everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
-    layers = {
-        layer: factor if place_parts in own else 0.0
-        for place_parts, part in enumerate(parts.parts)
-        for layer in part.layers
-    }
+    layers = {layer: factor if index in own else 0.0 for index, part in enumerate(parts.parts) for layer in part.layers}
     last = factor if len(parts.parts) - 1 in own else 0.0
     return Place(
         ranks=ranks,

@@ -121,7 +121,7 @@ def _call(node: Plain, *, key: str, allow: Sequence[str], offers: Mapping[str, o
         error.key = error.key or f"{key}.{error.place}"
         raise
     except ConfigError as error:
-        raise ConfigError([_add_key(error, key) for error in error.errors]) from error
+        raise ConfigError([_add_key(one, key) for one in error.errors]) from error
     except ExpError:
         raise
     except ImportError as error:

@@ -55,7 +55,7 @@ def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...
     try:
         return [], refuse_other_data(decided)
     except ConfigError as error:
-        errors = [error for error in error.errors if not f"{error.key}.".startswith(DATA_SETS)]
+        errors = [one for one in error.errors if not f"{one.key}.".startswith(DATA_SETS)]
         if errors:
             return errors, ()
         return [], (f"the data was not compared with what the config declares of it: {error.errors[0]}",)

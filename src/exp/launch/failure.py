@@ -93,7 +93,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
         detail = redact(f"{error.what}\n{error.frames}".rstrip())
         return failure(kind=kind, reason=redact(f"failed with {error.cause}"), detail=detail)
     if isinstance(error, ExpError):
-        errors = [dataclasses.asdict(error) for error in error.errors] if isinstance(error, ConfigError) else []
+        errors = [dataclasses.asdict(one) for one in error.errors] if isinstance(error, ConfigError) else []
         kind = "config" if errors else "known"
         return failure(kind=kind, reason=f"failed: {error}", exit_status=error.exit_status, errors=errors)
     kind = "peer" if isinstance(error, RuntimeError) and PEER.search(str(error)) else "bug"

@@ -166,4 +166,4 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
                 module.apply_options()
             except ConfigError as error:
                 key = config_key(network, path)
-                raise ConfigError([replace(error, key=f"{key}.{error.key}") for error in error.errors]) from None
+                raise ConfigError([replace(one, key=f"{key}.{one.key}") for one in error.errors]) from None

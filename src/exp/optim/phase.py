@@ -78,7 +78,7 @@ class Phase:
                 shared=not self.owns_optimizer,
             )
         except ConfigError as error:
-            raise ConfigError([self._at_phase(error) for error in error.errors]) from error
+            raise ConfigError([self._at_phase(one) for one in error.errors]) from error
 
     def _at_phase(self, error: ErrorDetails) -> ErrorDetails:
         node = error.key.partition(".")[0]

@@ -113,7 +113,7 @@ def predict(
             kept = _read_kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
-            raise ConfigError([_as_input_error(error) for error in error.errors]) from error
+            raise ConfigError([_as_input_error(one) for one in error.errors]) from error
         if report.status != "completed":
             raise RunError(f"the prediction is not complete: it {report.status}")
         found = _assemble(read_shares(Path(report.directory)), config, checkpoint, classes=config_classes(run))

@@ -121,7 +121,7 @@ class GpuView:
             if wanted not in self._known:
                 self._known[wanted] = need_of(config)
         except Exception as error:
-            if isinstance(error, ConfigError) and any(error.key.startswith("sweep.") for error in error.errors):
+            if isinstance(error, ConfigError) and any(one.key.startswith("sweep.") for one in error.errors):
                 raise
             return error
         need, machine = self._known[wanted]

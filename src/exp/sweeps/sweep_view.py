@@ -171,7 +171,7 @@ def _has_tensorboard(job: Job) -> bool:
 
 def _first_line(error: ExpError) -> str:
     if isinstance(error, ConfigError):
-        return "; ".join(str(error) for error in error.errors)
+        return "; ".join(str(one) for one in error.errors)
     # args[0] leaves out the command that resumes the run, because a table cell is too narrow for it.
     lines = str(error.args[0]).strip().splitlines()
     return lines[0] if lines else type(error).__name__

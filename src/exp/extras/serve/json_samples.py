@@ -72,7 +72,7 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
     try:
         entries, unknown = table.encode(columns)
     except ConfigError as error:
-        raise BadRequest("; ".join(f"{error.got}; expected {error.expected}" for error in error.errors)) from error
+        raise BadRequest("; ".join(f"{one.got}; expected {one.expected}" for one in error.errors)) from error
     only = next(iter(entries.values()))  # the only input of a network may have any name
     return {port.name: entries.get(port.name, only).astype(port.dtype) for port in model.inputs}, unknown
 

@@ -96,7 +96,7 @@ def test_a_program_needs_a_free_name(name: str) -> None:
     assert caught.value.errors[0].key == f"programs.{name}"
 
 
-def test_a_error_says_which_program_and_where() -> None:
+def test_an_error_says_which_program_and_where() -> None:
     with pytest.raises(ProgramError) as caught:
         model(programs={"good": "return head(x)", "bad": "y = body(x)\nreturn hed(y)"})
     error = caught.value

@@ -140,7 +140,7 @@ def test_a_branch_may_ask_whether_the_network_trains() -> None:
     assert torch.equal(exported(X), X)
 
 
-def test_a_error_in_a_branch_of_evaluation_is_told_before_the_run() -> None:
+def test_an_error_in_a_branch_of_evaluation_is_told_before_the_run() -> None:
     with pytest.raises(ProgramError, match="line 4, column 13: `y` has no value yet"):
         model("if training:\n    x = x + 1\nelse:\n    x = x + y\nif training:\n    y = x\nreturn x")
 

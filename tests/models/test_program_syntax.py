@@ -130,7 +130,7 @@ def test_a_statement_that_leaves_the_list_is_refused(statement: str) -> None:
         ("return head(dropot(linears))", 1, 13, "`dropout`"),
     ],
 )
-def test_a_error_has_line_column_and_fix(text: str, line: int, column: int, words: str) -> None:
+def test_an_error_has_line_column_and_fix(text: str, line: int, column: int, words: str) -> None:
     with pytest.raises(ProgramError) as caught:
         parse(text, LAYERS)
     assert (caught.value.line, caught.value.column) == (line, column)
@@ -159,7 +159,7 @@ def test_all_errors_of_a_program_are_found(text: str, found: list[tuple[int, int
     assert [(one.line, one.column) for one in (caught.value, *caught.value.others)] == found
 
 
-def test_a_error_survives_pickling() -> None:
+def test_an_error_survives_pickling() -> None:
     error = ProgramError(line=1, column=2, message="a", expected="b", source_line="c")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

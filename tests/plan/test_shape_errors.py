@@ -117,7 +117,7 @@ def message_of(wrong: Wrong) -> str:
         for place, wrong in enumerate(documents())
     ],
 )
-def test_a_error_names_line_layer_and_values(wrong: Wrong) -> None:
+def test_an_error_names_line_layer_and_values(wrong: Wrong) -> None:
     message = message_of(wrong)
     for words in wrong.words:
         assert words in message

@@ -32,7 +32,7 @@ def errors_of(*words):
     ("strategy", "command", "key", "message"),
     [(strategy, *case) for strategy, cases in CASES.items() for case in cases],
 )
-def test_a_error_names_its_key_and_reason(strategy, command, key, message):
+def test_an_error_names_its_key_and_reason(strategy, command, key, message):
     words = command.split()
     devices = [] if any(word.startswith("launch.devices") for word in words) else ["launch.devices=2"]
     errors = errors_of(f"strategy={strategy}", "launch.accelerator=cpu", *devices, *words)

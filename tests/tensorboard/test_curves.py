@@ -20,7 +20,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from exp.hooks.panels import Histogram, Text
 from exp.tensorboard.curves import read_curves
 from exp.tensorboard.event_file import encode_records
-from exp.tensorboard.logger import TensorBoardLogger
+from exp.tensorboard.logger import TensorBoardLogger, written_at
 
 
 def everything(tag: str) -> bool:
@@ -87,6 +87,12 @@ def test_a_cut_off_file_gives_earlier_points(tmp_path):
         assert len(found.problems) <= 1
     path.write_bytes(b"")
     assert read_curves(directory, wants=everything).problems == [f"{path.name} is empty"]
+
+
+def test_a_resume_reads_tags_before_a_damaged_event(tmp_path):
+    event = Event(step=4, summary=Summary(value=[Summary.Value(tag="loss/test", simple_value=1.0)]))
+    (tmp_path / "events.out.tfevents.1").write_bytes(encode_records([event.SerializeToString(), b"\xff"]))
+    assert written_at(tmp_path, 4) == {"loss/test"}
 
 
 @given(place=st.integers(0, 2000), byte=st.integers(0, 255))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
+from google.protobuf.message import DecodeError
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -259,7 +260,7 @@ def written_at(directory: Path, step: int) -> set[str]:
     """Return the tags that have a value at a step. An earlier process of the run may already have logged the test."""
     found: set[str] = set()
     for path in sorted(directory.glob(EVENTS)):
-        with path.open("rb") as file, suppress(EOFError):
+        with path.open("rb") as file, suppress(EOFError, DecodeError):
             for event in map(Event.FromString, read_records(file)):
                 if event.HasField("session_log") and event.step <= step:
                     found.clear()

@@ -216,7 +216,7 @@ class StepHooks(StepObserver):
         step = self._step_of(record)
         losses = [*record.losses, *self._last_loss()]
         assert isinstance(self._module, TrainingModule)  # the check allows no other module for such a hook
-        precision = self._module.run_trainer.precision_plugin
+        precision = self._trainer.precision_plugin
         window = Window(batches=tuple(record.batches), epoch=step.epoch, phase=self.turn.phase, turn=self.turn.places)
         update = Update(
             window=window,

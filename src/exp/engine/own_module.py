@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import SupportsFloat, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -195,8 +194,9 @@ class OwnModule:
         earlier = set(checkpoint)
         inner(checkpoint)
         fix = f"Have on_save_checkpoint of {type(self.network).__name__} add its state_dict(), or plain values, instead"
-        for key in checkpoint.keys() - earlier:
-            require_plain(checkpoint[key], key=str(key), fix=fix)
+        for key, value in checkpoint.items():
+            if key not in earlier:
+                require_plain(value, key=str(key), fix=fix)
         for key in HYPERPARAMETERS:
             if key in checkpoint:
                 # Layers and other objects are left out, because loading them would execute code. load_from_checkpoint
@@ -218,4 +218,4 @@ def _loss_of(output: object) -> Tensor | None:
 def as_numbers(values: Mapping[str, object]) -> dict[str, float]:
     """Return those values of self.log that are single numbers, by name."""
     found = {name: torch.as_tensor(value) for name, value in values.items()}
-    return {name: float(cast(SupportsFloat, value)) for name, value in found.items() if value.numel() == 1}
+    return {name: float(value) for name, value in found.items() if value.numel() == 1}

@@ -216,16 +216,11 @@ class OpenPlaces(SearchPathPlugin):
             search_path.prepend(place.provider, path, SearchPathQuery(provider="main"))
 
 
-def hydra_error(key: str, got: str, expected: str, fix: str | None = None, source: str | None = None) -> ErrorDetails:
-    """Return an error about one of Hydra's settings or about a composition."""
-    return ErrorDetails(key, got, expected, fix, source=source)
-
-
 def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetails:
     """Return the error for `hydra.searchpath`. exp refuses it, because Hydra would import packages that it names."""
     got = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     expected = "--config-dir DIR, or a package with an entry point exp.conf"
-    return hydra_error("hydra.searchpath", got, expected, source=source)
+    return ErrorDetails("hydra.searchpath", got, expected, source=source)
 
 
 @contextlib.contextmanager
@@ -338,14 +333,14 @@ def error_of(error: Exception) -> ErrorDetails:
             got, expected, fix = (text.format(**named) for text in words)
             of_command = COMMAND_LINE if "added" in named else None
             source = f"{named['file']}.yaml" if "file" in named else of_command
-            return hydra_error(named["group"], got, expected, fix, source)
+            return ErrorDetails(named["group"], got, expected, fix, source=source)
     causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        return hydra_error("config", "nested too deeply, or into itself", "a few levels")
+        return ErrorDetails("config", "nested too deeply, or into itself", "a few levels")
     texts = [text for text in map(_short, causes) if text]
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(texts)) or type(error).__name__
-    return hydra_error(str(key) or "config", detail, "a config that can be composed")
+    return ErrorDetails(str(key) or "config", detail, "a config that can be composed")
 
 
 def _missing_config_error(error: MissingConfigException, path: str) -> ErrorDetails:

@@ -18,7 +18,7 @@ from exp.config.clusters import cluster_errors
 from exp.config.copying import raw_values
 from exp.config.groups import USED_GROUPS
 from exp.config.habits import fix_of_key
-from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, hydra_error, registered_targets, searchpath_error
+from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
 from exp.config.plain_tree import leaves, text_values
 from exp.config.search_path import OWN_CONF, display_path
 from exp.config.slots import nodes_in
@@ -64,13 +64,13 @@ def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
         if any(key == group or key.startswith(group + "/") for group in USED_GROUPS):
             return None
         fix = fix_of_key(key.replace("/", "."), str(value)) or did_you_mean(key, USED_GROUPS)
-        return hydra_error(key, "a group that exp does not use", " or ".join(USED_GROUPS), fix)
+        return ErrorDetails(key, "a group that exp does not use", " or ".join(USED_GROUPS), fix)
     for refused, (got, expected) in REFUSED.items():
         if key == refused or key.startswith(refused + "."):
-            return hydra_error(key, got, expected, fix_of_key(refused, str(value)))
+            return ErrorDetails(key, got, expected, fix_of_key(refused, str(value)))
     if key in ALLOWED or key.startswith(ALLOWED_BELOW):
         return None
-    return hydra_error(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
+    return ErrorDetails(key, "not a setting that exp uses", f"one of {among(ALLOWED)}", did_you_mean(key, ALLOWED))
 
 
 def hydra_node_errors(
@@ -87,9 +87,9 @@ def hydra_node_errors(
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     of_files = [error for layer in layers for error in _file_errors(layer, config)]
     errors = [
-        hydra_error(f"hydra.callbacks.{name}", *REFUSED["hydra.callbacks"]) for name in config.hydra.callbacks or ()
+        ErrorDetails(f"hydra.callbacks.{name}", *REFUSED["hydra.callbacks"]) for name in config.hydra.callbacks or ()
     ]
-    errors += [hydra_error("hydra.job.chdir", *REFUSED["hydra.job.chdir"])] if config.hydra.job.chdir else []
+    errors += [ErrorDetails("hydra.job.chdir", *REFUSED["hydra.job.chdir"])] if config.hydra.job.chdir else []
     errors += [*_plugin_errors(config, "sweeper"), *_plugin_errors(config, "launcher")]
     errors += _directory_errors(config, key, typed=typed.get(key))
     # An error of a file has a source, so it is reported instead of the error of the merged node.
@@ -107,7 +107,7 @@ def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
         if group in USED_GROUPS and str(config.hydra.runtime.choices[group]) != option:
             got = f"{option}, which the choice of the primary config or of the command line overrules"
             fix = f"Write {group}={option} on the command line"
-            errors.append(hydra_error(group, got, "a choice that takes effect", fix))
+            errors.append(ErrorDetails(group, got, "a choice that takes effect", fix))
     yield from (replace(error, source=source) for error in errors)
 
 
@@ -132,7 +132,7 @@ def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetail
             errors.setdefault(short, replace(error, key=short))
     for group, option in _hydra_choices(content):
         if group not in USED_GROUPS and (group, option) not in _hydra_choices(own):
-            errors[group] = hydra_error(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
+            errors[group] = ErrorDetails(group, f"{option}: a group that exp does not use", " or ".join(USED_GROUPS))
     return list(errors.values())
 
 
@@ -164,9 +164,9 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
         # Interpolations are resolved because one may refer to a node with a `_target_`, which Hydra would build.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        return [hydra_error(key, str(error).splitlines()[0], "values that are known before the sweep")]
+        return [ErrorDetails(key, str(error).splitlines()[0], "values that are known before the sweep")]
     errors = [
-        hydra_error(
+        ErrorDetails(
             f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
             f"hydra/{name}=NAME of an installed plug-in",
         )
@@ -175,10 +175,10 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
     ]  # fmt: skip
     if word := next(_security_keys(plain), None):
         fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-        errors.append(hydra_error(f"{key}.params", word, "no key of security, which a sweep may not set", fix))
+        errors.append(ErrorDetails(f"{key}.params", word, "no key of security, which a sweep may not set", fix))
     if isinstance(plain, dict) and plain.get("custom_search_space") is not None:
         errors.append(
-            hydra_error(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params")
+            ErrorDetails(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params")
         )
     if name == "launcher" and isinstance(plain, dict):
         errors += cluster_errors({str(word): value for word, value in plain.items()})
@@ -211,25 +211,25 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        return [hydra_error(key, str(error).splitlines()[0], "a path that is known before the run")]
+        return [ErrorDetails(key, str(error).splitlines()[0], "a path that is known before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
-        return [hydra_error(key, repr(directory), "a directory below the working directory")]
+        return [ErrorDetails(key, repr(directory), "a directory below the working directory")]
     longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
     if not is_valid_path(directory):
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
         got = f"{longest[:40]}..., {len(longest)} characters"
-        return [hydra_error(_name_or(key, config, longest), got, expected)]
+        return [ErrorDetails(_name_or(key, config, longest), got, expected)]
     if secret is not None:
         got = f"{secret[0]} in the name of a folder"
-        return [hydra_error(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
+        return [ErrorDetails(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
         return [
-            hydra_error(key, directory, "a directory below the working directory", f"Write {key}=outputs/elsewhere")
+            ErrorDetails(key, directory, "a directory below the working directory", f"Write {key}=outputs/elsewhere")
         ]
     fix = f"Write {key}={directory} on the command line, which may lead to another disk"
-    return [hydra_error(key, directory, "a directory below the working directory", fix)]
+    return [ErrorDetails(key, directory, "a directory below the working directory", fix)]
 
 
 def _name_or(key: str, config: DictConfig, text: str) -> str:
@@ -276,7 +276,7 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     subdir = Path() if errors else Path(config.hydra.sweep.subdir)
     directory = Path(os.path.abspath(Path(sweep) / subdir))
     if not errors and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
-        errors = [hydra_error("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
+        errors = [ErrorDetails("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
     raise_errors(errors)
     return str(directory)
 
@@ -297,5 +297,5 @@ def resolve_hydra_values(config: DictConfig) -> list[ErrorDetails]:
             OmegaConf.update(config, key, OmegaConf.select(config, key, throw_on_missing=True))
         except HYDRA_ERRORS as error:
             got = f"{text}: {str(error).splitlines()[0]}"
-            errors.append(hydra_error(key, got, "a value that is known before the run"))
+            errors.append(ErrorDetails(key, got, "a value that is known before the run"))
     return errors

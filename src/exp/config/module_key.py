@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import get_args
 
 from exp.config.frozen import COMPOSITION
 from exp.config.plain_tree import value_at
 from exp.config.reading import UNKNOWN, Values
+from exp.config.settings import Word
 from exp.errors import ErrorDetails, not_supported_with
 from exp.spelling import show
 
@@ -43,7 +45,7 @@ FIXED: Mapping[str, tuple[object, str]] = {
     "runtime.non_finite": ("stop", _STEP),
 }
 # Options of the group precision that Lightning supports.
-WORDS = ("fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64")
+WORDS = tuple(word for word in get_args(Word) if word != "fp8")
 
 
 def brings_data(plain: Mapping[str, object]) -> bool:

@@ -148,7 +148,8 @@ class Recorder(TorchFunctionMode):
     """Context that records the calls of all modules, and of the torch functions in them.
 
     Some calls succeed on the meta device, but on no other device. Therefore, a function that receives several dtypes,
-    or a dtype that is not floating-point, is repeated on a CPU.
+    or a dtype that is not floating-point, is repeated on a CPU. So is a function of UNCHECKED_ON_META. Calls on large
+    tensors are not repeated.
 
     Attributes:
         calls: The completed calls of modules, in the order in which they returned.

@@ -64,7 +64,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # OpenMP has read the variable when torch was imported above.
 torch.set_num_threads(1)
 # Two fork servers with the imports of a run: a forked process saves 3 s. RANKS also has what several ranks import, such
-# as torch's compiler, which a run of one process must not find imported.
+# as torch's compiler, which a run of one process must not find imported. The server of the standard library is left to
+# sweeps in this process, which start it with blocked signals.
 OF_A_RUN = [
     *MODULES,
     *("exp.cli.train", "exp.cli.worker", "exp.cli.command_line", "exp.strategies.single", "hydra_plugins.exp.launcher"),
@@ -76,9 +77,8 @@ OF_RANKS = [
     *("exp.engine.pipelined_module", "torch._dynamo", "torch._dynamo.convert_frame", "torch.distributed.fsdp"),
     *("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.nn.parallel.distributed"),
 ]
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(OF_A_RUN)
-RANKS = forkserver.ForkServer()
+RUNS, RANKS = forkserver.ForkServer(), forkserver.ForkServer()
+RUNS.set_forkserver_preload(OF_A_RUN)
 RANKS.set_forkserver_preload([*OF_A_RUN, *OF_RANKS])
 CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
@@ -211,7 +211,7 @@ def processor_seconds() -> float:
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         spent += usage.ru_utime + usage.ru_stime
-    for server in (forkserver._forkserver, RANKS):
+    for server in (forkserver._forkserver, RUNS, RANKS):
         if server._forkserver_pid is not None:
             fields = Path(f"/proc/{server._forkserver_pid}/stat").read_text().rpartition(")")[2].split()
             spent += sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")  # cutime and cstime
@@ -290,10 +290,11 @@ def scripts(tmp_path_factory) -> Path:
 def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> BaseProcess:
     """Start a process that runs a program with the global SETTINGS, forked from the server of runs or of ranks."""
     # A target has to be importable in the other process: runpy is, a module of the tests is not.
-    process = WARM.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
     with pytest.MonkeyPatch.context() as patched:
-        if of_ranks:  # multiprocessing asks its one server by this function
-            patched.setattr(forkserver, "connect_to_new_process", RANKS.connect_to_new_process)
+        # multiprocessing asks its one server by this function
+        patched.setattr(forkserver, "connect_to_new_process", (RANKS if of_ranks else RUNS).connect_to_new_process)
         process.start()
     return process
 

@@ -108,8 +108,7 @@ class GpuView:
 
         Returns:
             The need and the machine. If they cannot be determined, the exception is returned, because the check of the
-            job may
-            find a better message.
+            job may find a better message.
 
         Raises:
             ConfigError: The machine does not support sweep.devices_per_job.

@@ -21,6 +21,7 @@ from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan, read_resolved
 from exp.check.resolution import resolve
 from exp.check.starting_point import Found, newest_of, remove_leftovers
+from exp.config.copying import raw_values
 from exp.config.freeze import clear, freeze, take_directory
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, read_overrides
 from exp.config.plain_tree import text_values
@@ -144,8 +145,8 @@ def prepare(config: DictConfig) -> tuple[Plan, Path]:
     resolved = decided.resolved.config
     wanted = Path(resolved[COMPOSITION].directory)
     directory = freeze(resolved)
-    raw = OmegaConf.to_container(resolved, resolve=False)
-    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in text_values(raw)):
+    texts = text_values(raw_values(resolved))
+    if directory != wanted.absolute() and any(OUTPUT_DIR in text for _, text in texts):
         decided = plan(read_resolved(directory))
     remove_leftovers(directory, str(decided.settings.name))
     if notes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from exp.check.compatibility import callback_errors, compatibility_errors, hook_parts, other_parts
 from exp.check.continuation import Resuming, examine_resume
@@ -32,6 +32,7 @@ from exp.check.runtime_switches import switch_errors
 from exp.check.shapes import double_backward_errors, objectives_by_forward, shape_errors, term_errors
 from exp.check.stages import allowed_packages, concern_keys, locate_errors, unique_errors
 from exp.check.training_notes import training_notes
+from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.module_key import has_module
 from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leaves, with_changes
@@ -524,7 +525,7 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
     Raises:
         ConfigError: The config has errors. The exception lists all of them.
     """
-    raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    raw = raw_values(config)
     del raw[COMPOSITION]
     if before is not None:
         changed = changes(before.raw, raw)

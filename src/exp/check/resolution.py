@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import concern_keys, first_stage, second_stage
-from exp.config.copying import copy_config
+from exp.config.copying import copy_config, raw_values
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
@@ -105,7 +104,7 @@ def _hold_batches(config: DictConfig) -> bool:
     Returns:
         True if the config was changed.
     """
-    if not config.trainer.overfit_batches or brings_data(_raw(config)) or "shuffle" in config.data:
+    if not config.trainer.overfit_batches or brings_data(raw_values(config)) or "shuffle" in config.data:
         return False
     with open_dict(config.data):
         config.data.shuffle = False
@@ -125,7 +124,7 @@ def _fill_in(config: DictConfig) -> bool:
     """
     from exp.construct import build_data, plain_config
 
-    raw = _raw(config)
+    raw = raw_values(config)
     if brings_data(raw) or not is_open(config.data):
         return False
     # Resolve these nodes separately, because other nodes may interpolate values that are set below.
@@ -142,8 +141,3 @@ def _fill_in(config: DictConfig) -> bool:
     config.data.num_outputs = spec.num_outputs
     config.data.num_classes = spec.num_classes
     return True
-
-
-def _raw(config: DictConfig) -> dict[str, Any]:
-    """Return the values of a config with interpolations unresolved."""
-    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False))

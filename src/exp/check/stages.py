@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from exp.check.rules import allow_is_from_the_command_line, direction_errors, rule_errors
 from exp.check.structure import node_errors, own_groups, structure_errors
 from exp.config.compose import composition_of, job_config
+from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
@@ -79,7 +80,7 @@ def _follows_the_data(config: DictConfig, key: str) -> bool:
 
 def _unresolved_value(config: DictConfig, key: str) -> object:
     """Return the value of a key with interpolations unresolved."""
-    return Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False, throw_on_missing=False)))[key]
+    return Values(raw_values(config))[key]
 
 
 def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import early_errors, refuse_early, unique_errors
 from exp.config.compose import Composition, composition_of, job_config, job_overrides
+from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
 from exp.config.groups import Vocabulary
@@ -196,7 +197,7 @@ class Jobs:
                 lines=lines,
                 vocabulary=composition.vocabulary,
                 pickled=pickle.dumps(config),
-                raw=cast(dict[str, Any], OmegaConf.to_container(config, resolve=False)),
+                raw=raw_values(config),
                 reading=read(config)[0],
                 plain=job.plain,
             )
@@ -284,7 +285,7 @@ def with_config(
 
 def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Return the values below some keys of the config, by dotted key, interpolations unresolved."""
-    raw = Values(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+    raw = Values(raw_values(config))
     return {key: value for key, value in leaves({key: raw[key] for key in keys}) if not isinstance(value, dict)}
 
 
@@ -302,7 +303,7 @@ def _follows_no_hydra_value(config: DictConfig) -> bool:
 
     The run directory of a job must be its number, and no other value may refer to the node `hydra`.
     """
-    raw = cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+    raw = raw_values(config)
     hydra = raw.pop("hydra")
     is_numbered = hydra["sweep"]["subdir"] == "${hydra.job.num}"
     return is_numbered and not has_module(raw) and not are_referred([("hydra",)], raw)

@@ -210,7 +210,7 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
         for said, (need, trait) in excluding.items():
             wanted = "a run without it" if part.key.startswith("hooks.") else EXPECTED[need]
             fix = None if part.fix is None else part.fix.format(switch=said.partition("=")[0])
-            yield not_supported_with(part.key, part.named, f"{said}", f"{wanted}: {REASONS[trait]}{part.more}", fix)
+            yield not_supported_with(part.key, part.named, said, f"{wanted}: {REASONS[trait]}{part.more}", fix)
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
@@ -251,7 +251,7 @@ def callback_errors(
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
-                yield unsuitable(key, kind.__name__, f"{why}", "a callback of one run", fix)
+                yield unsuitable(key, kind.__name__, why, "a callback of one run", fix)
         if issubclass(kind, callbacks.ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
             expected = "true: a checkpoint with separate weights and masks does not fit the network that is tested"
             yield ErrorDetails(key=f"{key}.make_pruning_permanent", got="false", expected=expected)

@@ -184,7 +184,7 @@ def _other_weights(
         other = [name for name in other if name not in weights or fresh[name] == own[name].shape]
     if other:
         name = other[0]
-        has = f"{list(weights[name].shape)}" if name in weights else "missing"
+        has = str(list(weights[name].shape)) if name in weights else "missing"
         because = f"where {name} is {has}" + (f", and {len(other) - 1} more differ" if other[1:] else "")
         expected = f"weights of this network, which has {list(own[name].shape)} there"
         yield unsuitable("resume", path, because, expected, "The network's class or the file has changed since")

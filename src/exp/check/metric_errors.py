@@ -157,7 +157,7 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
             if isinstance(held, int) and output.dim() == target.dim() + 1 and held != output.shape[1]:
                 width = output.shape[1]
                 because = f"and the network gives {width} for each sample"
-                return unsuitable(f"{measure.key}.{size}", held, because, f"{width}", f"Write {size}: {width}")
+                return unsuitable(f"{measure.key}.{size}", held, because, str(width), f"Write {size}: {width}")
     shown = ", ".join(f"{name} {describe_value(value)}" for name, value in read.items())
     got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
     return ErrorDetails(measure.key, got, expected)

@@ -190,7 +190,7 @@ def _width_error(
         return ErrorDetails("model", f"{got}, {width} wide", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
-    return ErrorDetails(key, f"{width}", expected, f"Write {size}: ${{data.num_outputs}}")
+    return ErrorDetails(key, str(width), expected, f"Write {size}: ${{data.num_outputs}}")
 
 
 def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:

@@ -39,7 +39,7 @@ from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leave
 from exp.config.reading import UNKNOWN
 from exp.config.targets import resolve as resolve_target
 from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
-from exp.engine.progress import Limits, refuse_late_validation, total_steps
+from exp.engine.progress import refuse_late_validation, take_limits, total_steps
 from exp.engine.unfreezing import unfreezing_errors
 from exp.engine.weight_files import read_weights
 from exp.errors import (
@@ -447,8 +447,7 @@ def _lengths(check: Check) -> Trainer:
 
 
 def _steps(check: Check) -> int | None:
-    steps = check.settings.trainer.max_steps
-    limits = Limits(max_steps=None if steps in (None, -1) else steps)
+    _, limits = take_limits(vars(check.settings.trainer))
     return total_steps(_lengths(check), limits, _batches(check.decided))
 
 

@@ -44,8 +44,8 @@ class Resolved:
 
     Attributes:
         config: Copy of the given config with shape, dtype, outputs and classes of the data. This config is frozen.
-        plain: Values of the config as dicts and lists, interpolations resolved. UNKNOWN stands for a value with an
-            error.
+        plain: Values of the config as dicts and lists, interpolations resolved. UNKNOWN stands for a value that
+            could not be read.
         errors: Errors of values, keys, rules, targets, parameters and forward programs.
         notes: Remarks of the search for a checkpoint.
     """

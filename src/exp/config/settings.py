@@ -275,7 +275,8 @@ class Settings:
     A field such as `from_` ends with `_` if the key is a Python keyword. The `_` is not a part of the key.
 
     The last eleven fields are mappings, because the class of a node decides about its keys. UNKNOWN replaces a value
-    that is missing or has an error. If `module` is set, model, optimizer and scheduler are None.
+    that is missing or could not be read. A value of a wrong type stays. If `module` is set, model, optimizer and
+    scheduler are None.
     """
 
     name: Folder

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         jobs = JobProcesses(fit, validate)
         jobs.start()
         config, decided = decide(arguments)
-        raise_errors(unsuitable(decided, limit=limit))
+        raise_errors(plan_errors(decided, limit=limit))
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
         print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unsuitable(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
+def plan_errors(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
     """Yield an error if batches have several sizes, or if no memory limit is known."""
     data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:

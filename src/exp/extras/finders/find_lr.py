@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with survive_output_errors():
         config, decided = decide(arguments)
-        raise_errors(unsuitable(decided))
+        raise_errors(plan_errors(decided))
         test = {
             "_target_": "exp.extras.finders.range_test.RangeTest",
             "lowest": flags.min,
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def unsuitable(decided: Plan) -> Iterator[ErrorDetails]:
+def plan_errors(decided: Plan) -> Iterator[ErrorDetails]:
     """Yield an error for each setting with which the range test cannot increase a single learning rate."""
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of

@@ -165,6 +165,8 @@ def test_trials_that_are_known_together_are_stacked(commands):
     assert [row["status"] for row in rows] == ["completed"] * 8
     logs = [(WHOLE / row["directory"] / "train.log").read_text() for row in rows]
     assert all("trained in a stack of 8 jobs" in log for log in logs)
+    configs = [yaml.safe_load((WHOLE / row["directory"] / "config.yaml").read_text()) for row in rows]
+    assert [config["sweep"]["trial"] for config in configs] == [{"number": n, "sweep": ".."} for n in range(8)]
     study = optuna.load_study(study_name=STUDY, storage=open_journal(WHOLE))
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 8
 

@@ -27,6 +27,7 @@ from exp.config.compose import Composition, composition_of
 from exp.config.freeze import make_exclusively
 from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import error_of, job_return, run_sweeper
+from exp.config.plain_tree import with_changes
 from exp.config.reading import plain_values
 from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
@@ -223,9 +224,11 @@ class Sweep:
             if job.error is not None:
                 return job
             config = job.new_config()
+            value = {"number": trial, "sweep": os.path.relpath(directory, job.directory)}
             with open_dict(config):
-                config.sweep.trial = {"number": trial, "sweep": os.path.relpath(directory, job.directory)}
-            return replace(job, packed=pack(config))
+                config.sweep.trial = value
+            # A stack freezes the plain values.
+            return replace(job, packed=pack(config), plain=with_changes(job.plain, {("sweep", "trial"): value}))
 
         def group(jobs: Sequence[Job]) -> list[list[Job]]:
             return self._group([self._find_known(job) for job in self._jobs.check(jobs)])

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import runpy
 import signal
 import subprocess
@@ -84,14 +83,6 @@ CONF = Path(__file__).parents[1] / "conf" / "model"
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 
 
-# Processor time that a test of the fast suite may take, on the reference machine.
-LIMIT_SECONDS = 3.0
-# Processor time of `speed_sample` on the reference machine.
-REFERENCE_SECONDS = 0.006
-# A test that imports more is not judged.
-MANY_MODULES = 10
-# How much the processor time of a test grows when other processes use the same cores and caches (seen: 1.4 to 1.9).
-BUSY = 2.0
 EXAMPLES = 25
 ALL_EXAMPLES = 1000
 
@@ -155,25 +146,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of the fast suite that takes more processor time than LIMIT_SECONDS, more on a slower machine.
-
-    The first test of a process that uses a package imports it, and may compile it: such a test is not judged.
-    """
-    before, imported = processor_seconds(), len(sys.modules)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that needs a removed folder of src/exp/extras."""
     try:
         yield
     except Exception as error:
         if removed := removed_extras(f"{error!r} {getattr(error, 'errors', '')}"):
             pytest.skip(f"needs src/exp/extras/{removed[0]}, which was removed")
         raise
-    spent = processor_seconds() - before
-    imports_much = len(sys.modules) - imported > MANY_MODULES
-    if spent > LIMIT_SECONDS and not imports_much and item.get_closest_marker("slow") is None:
-        busy = BUSY if os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1) else 1.0
-        limit = LIMIT_SECONDS * busy * max(1.0, speed_sample() / REFERENCE_SECONDS)
-        if spent > limit:
-            pytest.fail(f"took {spent:.1f} s of processor time; expected at most {limit:.1f} s, or the marker slow")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -193,29 +173,6 @@ def is_slow_suite(config: pytest.Config) -> bool:
 
 def is_gpu_suite(config: pytest.Config) -> bool:
     return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
-
-
-def speed_sample() -> float:
-    """Return the processor time in seconds of a fixed piece of Python, the shortest of three."""
-    times = []
-    for _ in range(3):
-        before = time.process_time()
-        sum(number * number for number in range(200_000))
-        times.append(time.process_time() - before)
-    return min(times)
-
-
-def processor_seconds() -> float:
-    """Return the processor time of this process, of its children that ended, and of those of the fork servers."""
-    spent = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        spent += usage.ru_utime + usage.ru_stime
-    for server in (forkserver._forkserver, RUNS, RANKS):
-        if server._forkserver_pid is not None:
-            fields = Path(f"/proc/{server._forkserver_pid}/stat").read_text().rpartition(")")[2].split()
-            spent += sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")  # cutime and cstime
-    return spent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Three ways to run many jobs, small networks on the digits, each in ten seconds or so on two cores:
+# Three ways to run many jobs. Each trains small networks on the digits for about ten seconds on two cores:
 #
 #   ./multirun.sh            a grid: every combination of three learning rates and two seeds
-#   ./multirun.sh search     a search: 12 trials draw a learning rate and a width; those that fall behind are pruned
-#   ./multirun.sh repeats    repeats: two learning rates by three seeds, compared by their means over the seeds
+#   ./multirun.sh search     a search: 12 trials sample a learning rate and a width; trials with a worse loss are pruned
+#   ./multirun.sh repeats    repeats: two learning rates with three seeds each, compared by their means over the seeds
 #
-# Whatever you type behind it wins, for the last of two equal keys counts:
+# Further overrides on the command line take precedence, because the last override of a key counts:
 #
 #   ./multirun.sh seed=0,1,2
 #   ./multirun.sh search sweep.trials=30 trainer.max_epochs=20
 #   ./multirun.sh repeats 'hooks=[gradients]' optimizer=sgd
 #
-# A search needs Optuna: pip install -e '.[search]', and the pictures of python -m exp.report '.[report]'.
+# A search needs Optuna: pip install -e '.[search]'. The pictures of python -m exp.report need '.[report]'.
 #
-# Every job is checked before the first one starts. Results: outputs/lr_search/sweeps/<date>/<time>/table.md, and one
-# directory a job beside it. docs/sweeps.md says more.
+# exp checks all jobs before it starts the first one. The results are in outputs/lr_search/sweeps/<date>/<time>/:
+# table.md, and one run directory per job. See docs/sweeps.md.
 set -euo pipefail
 
-# The environment of this checkout where it stands, else whatever python is active.
+# Use the .venv of this checkout if it exists, otherwise the active python.
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="$here/.venv/bin/python"
 [ -x "$python" ] || python=python

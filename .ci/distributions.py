@@ -1,4 +1,4 @@
-"""Look into sdist and wheel: python3 .ci/distributions.py dist/*.tar.gz dist/*.whl"""
+"""Check of the files in sdist and wheel: python3 .ci/distributions.py dist/*.tar.gz dist/*.whl"""
 
 import sys
 import tarfile
@@ -27,7 +27,7 @@ def main(paths: list[str]) -> None:
         names = set(listed)
     missing = [name for name in SDIST if name not in names]
     assert not missing, f"{sdist} lacks {missing}"
-    assert len(listed) == len(names), f"{sdist} holds a file twice"
+    assert len(listed) == len(names), f"{sdist} contains a file twice"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (place,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -36,10 +36,10 @@ def main(paths: list[str]) -> None:
     missing = [name for name in (*WHEEL, licence) if name not in names]
     assert not missing, f"{wheel} lacks {missing}"
     foreign = {name.partition("/")[0] for name in names} - {"exp", "hydra_plugins", place.partition("/")[0]}
-    assert not foreign, f"{wheel} installs {foreign}, too"
-    assert "hydra_plugins/__init__.py" not in names, "the namespace package of all of Hydra's plug-ins"
+    assert not foreign, f"{wheel} also installs {foreign}"
+    assert "hydra_plugins/__init__.py" not in names, "hydra_plugins must stay a namespace package for other plug-ins"
     found = {key: metadata.get_all(key) for key in ("License-Expression", "Author", "Project-URL", "Classifier")}
-    assert all(found.values()), f"METADATA lacks some of {found}"
+    assert all(found.values()), f"METADATA lacks some of these fields: {found}"
 
 
 if __name__ == "__main__":

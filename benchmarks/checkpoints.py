@@ -1,13 +1,16 @@
-"""What checkpoints cost a run that trains a GPT of 10 million parameters and saves every 100 steps.
+"""Time of checkpoints in a run that trains a GPT of 10 million parameters and saves every 100 steps.
 
     python benchmarks/checkpoints.py [--saves 8] [--batch-size 8]
 
-The network is that of benchmarks/hooks.py, on one thread of a CPU, with AdamW: a checkpoint of 114 MiB. Its batch is 8
-texts of 64 characters; of a larger one a step takes longer, and the share is smaller. To end within minutes the run
-saves every 8 steps: what the steps around a save take more than the quiet ones before the next is its cost, and that is
-held against 100 steps, by three clocks: the wall's, the processor's of all threads, and that of the thread that trains.
-With checkpoint.async=true the first says what the run is longer, and the last what it is longer where another core has
-time for the thread that writes.
+The network is the GPT of benchmarks/hooks.py, trained with AdamW on one thread of a CPU. A checkpoint has 114 MiB. A
+batch has 8 texts of 64 characters. With a larger batch a step takes longer, and checkpoints take a smaller share.
+
+The run saves every 8 steps, so that the benchmark ends within minutes. The last 4 steps of each 8 are not affected by
+the save. The cost of a save is the time of the 8 steps minus 8 times the median of those 4 steps. It is printed as a
+share of 100 steps, by three clocks: wall clock, processor time of all threads, processor time of the training thread.
+
+With checkpoint.async=true, the wall clock shows by how much the run is longer. The processor time of the training
+thread shows by how much it is longer if another core is free for the thread that writes.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def overrides(place: Path, *, saves: int, batch_size: int, is_threaded: bool) ->
 
 
 def measure(*, saves: int, batch_size: int, is_threaded: bool) -> tuple[Times, Times]:
-    """A quiet step, and what a checkpoint costs, both in seconds by each of CLOCKS."""
+    """Return the seconds of a step without a save and of a checkpoint, each by the three CLOCKS."""
     with tempfile.TemporaryDirectory(dir=".", prefix="checkpoints-") as folder:
         words = overrides(Path(folder).resolve(), saves=saves, batch_size=batch_size, is_threaded=is_threaded)
         exp.fit(exp.compose(words))
@@ -67,7 +70,7 @@ def measure(*, saves: int, batch_size: int, is_threaded: bool) -> tuple[Times, T
 
 @contextlib.contextmanager
 def timed(seconds: list[float]):
-    """Times the look at what is saved for numbers that are not finite, by the processor's clock."""
+    """Append the processor seconds of each check of a checkpoint for NaN and infinity to `seconds`."""
     look: Callable[..., None] = module.require_finite
 
     def looking(*arguments, **named) -> None:
@@ -90,15 +93,15 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"of a run that saves every {SAVED_EVERY} steps")
+    print(f"share of a run that saves every {SAVED_EVERY} steps")
     for is_threaded in (False, True):
         looks: list[float] = []
         with contextlib.redirect_stdout(io.StringIO()), timed(looks):
             step, cost = measure(saves=arguments.saves, batch_size=arguments.batch_size, is_threaded=is_threaded)
-        print(f"checkpoint.async={str(is_threaded).lower()}, to look for nan {statistics.median(looks):.3f} s")
+        print(f"checkpoint.async={str(is_threaded).lower()}, check for nan and inf {statistics.median(looks):.3f} s")
         for clock, quiet, more in zip(CLOCKS, step, cost, strict=True):
             share = 100 * more / (SAVED_EVERY * quiet)
-            print(f"  {clock:12} a step {quiet:7.3f} s, a checkpoint {more:7.3f} s {share:8.2f} per cent", flush=True)
+            print(f"  {clock:12} a step {quiet:7.3f} s, a checkpoint {more:7.3f} s {share:8.2f} percent", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""What a whole command costs, imports and end included: exp beside a script by hand, Lightning and its template.
+"""Time of whole commands, with imports and exit: exp, a script by hand, plain Lightning, lightning-hydra-template.
 
     python benchmarks/command.py [costs shares epoch_end] [--epochs 1,10,60,300] [--networks mlp,lenet,gpt]
         [--repetitions 3] [--threads 1]
 
-    costs      processor seconds and wall clock of each, in turns, and exp's ratio to each of the others
-    shares     which part of exp's processor seconds goes into what, of each network and number of epochs
-    epoch_end  what a validation of five batches and a save of last and best take at an epoch's end, of exp and by
-               hand: commands of 300 epochs of two steps less the same without ends, in turns
+    costs      processor seconds and wall clock of each program, and the ratio of exp to each of the others
+    shares     processor seconds of exp by phase (imports, check, build, steps, ...), per network and number of epochs
+    epoch_end  time of the end of an epoch: a validation of five batches and a save of last and best, in exp and by
+               hand. It is the time of 300 epochs of two steps minus the time of the same steps without these ends
 
-All train the same network, on digits or on characters, with AdamW for the same epochs of 20 steps, validate and save
-the last and the best state at each, write event files and test the best at the end. exp is as it comes: gradient norms
-of each parameter, memory, throughput, its report. The script by hand is benchmarks/sweep_programs/bare.py --save
---events: torch, a SummaryWriter with loss and gradient norm of each step, torch.save. plain.py logs what Lightning's
-documentation shows, every 50 steps; template.py is in the form of lightning-hydra-template.
+The programs run alternately. Each trains the same network, on digits or on characters, with AdamW for the same number
+of epochs of 20 steps. At the end of each epoch it validates and saves the last and the best state. It writes event
+files, and at its end it tests the best state.
+
+exp runs with its default settings: gradient norms of each parameter, memory, throughput, a report. The script by hand
+is benchmarks/sweep_programs/bare.py --save --events: torch, a SummaryWriter with loss and gradient norm of each step,
+torch.save. plain.py logs every 50 steps, as Lightning's documentation shows. template.py follows
+lightning-hydra-template.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from pathlib import Path
 from sweep import PROGRAMS, Bench, Cost, Grid
 
 TITLES = {
-    "exp": "exp as it comes",
+    "exp": "exp, default settings",
     "bare_events": "by hand",
     "plain": "Hydra and Lightning",
-    "template": "the form of lightning-hydra-template",
+    "template": "as lightning-hydra-template",
 }
 ENDS, STEPS_BETWEEN = 300, 2
 WITHOUT_ENDS = [
     *("trainer.limit_val_batches=0", "monitor=loss/train"),
     *("checkpoint.save_last=false", "checkpoint.save_best=false"),
 ]
-# Prints the processor seconds of each part as JSON; what a part calls of another is the other's.
+# Prints the processor seconds of each phase as JSON. A phase that runs within another phase is subtracted from it.
 SHARES = """
 import sys, time
 clock, seconds, running = time.process_time, {}, []
@@ -71,7 +74,8 @@ seconds["interpreter"] = clock()
 running.append(("command line and report", clock()))
 
 def imported():
-    import exp.run, exp.start, exp.check.stages, exp.data.digits, exp.tensorboard.logger, exp.hooks.gradients, exp.hooks.throughput
+    import exp.run, exp.start, exp.check.stages, exp.data.digits
+    import exp.tensorboard.logger, exp.hooks.gradients, exp.hooks.throughput
 
 timed("imports", imported)()
 import exp.run, exp.start
@@ -102,8 +106,8 @@ def costs(bench: Bench, options: argparse.Namespace) -> None:
             for turn in range(options.repetitions):
                 names = list(TITLES) if turn % 2 == 0 else list(TITLES)[::-1]
                 turns.append({name: cost(bench, name, network=network, epochs=epochs) for name in names})
-            print(f"\n{network}, {epochs} epochs, {options.repetitions} repetitions in turn")
-            print(f"{'':38}{'processor, s':>13}{'wall, s':>9}{'exp is, processor':>19}{'exp is, wall':>14}")
+            print(f"\n{network}, {epochs} epochs, {options.repetitions} alternating repetitions; ratio: exp / program")
+            print(f"{'':38}{'processor, s':>13}{'wall, s':>9}{'ratio, processor':>19}{'ratio, wall':>14}")
             for name, title in TITLES.items():
                 own = [turn[name] for turn in turns]
                 middle = [statistics.median(getattr(one, clock) for one in own) for clock in ("processor", "wall")]
@@ -142,18 +146,23 @@ def epoch_end(bench: Bench, options: argparse.Namespace) -> None:
         for turn in range(options.repetitions):
             names = list(commands) if turn % 2 == 0 else list(commands)[::-1]
             turns.append({name: seconds_of_an_end(bench, *commands[name]) for name in names})
-        print(f"\n{network}, the end of an epoch, {options.repetitions} repetitions in turn")
+        print(f"\n{network}, the end of an epoch, {options.repetitions} alternating repetitions")
         for name in commands:
             wall, processor = (1000 * statistics.median(turn[name][clock] for turn in turns) for clock in (0, 1))
-            print(f"    {name:24}{processor:8.2f} ms of the processor{wall:8.2f} ms wall")
+            print(f"    {name:24}{processor:8.2f} ms processor time{wall:8.2f} ms wall clock")
         for clock, title in ((1, "processor"), (0, "wall")):
             ratios = sorted(turn["exp"][clock] / turn["by hand"][clock] for turn in turns)
             middle = statistics.median(ratios)
-            print(f"    exp is, {title:16}{middle:8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+            print(f"    exp / by hand, {title:9}{middle:8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
 
 
 def seconds_of_an_end(bench: Bench, command: Sequence[str], without: Sequence[str]) -> tuple[float, float]:
-    """Wall clock and processor. without: what leaves ends out."""
+    """Return the wall and processor seconds of the end of an epoch.
+
+    Args:
+        command: program with arguments that trains ENDS epochs
+        without: arguments that switch validations and saves off
+    """
     none, all_of_them = bench.timed([*command, *without]), bench.timed(command)
     return (all_of_them[0] - none[0]) / ENDS, (all_of_them[1] - none[1]) / ENDS
 
@@ -168,7 +177,7 @@ def shares(bench: Bench, folder: Path, *, network: str, epochs: int, repetitions
         found.append(json.loads(done.stdout.splitlines()[-1]))
     middle = {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
     total = sum(middle.values())
-    print(f"\n{network}, {epochs} epochs: {total:.2f} s of the processor")
+    print(f"\n{network}, {epochs} epochs: {total:.2f} s processor time")
     for name, seconds in middle.items():
         print(f"    {name:24}{seconds:8.2f} s{seconds / total:8.0%}", flush=True)
 
@@ -183,7 +192,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=numbers, default=[1, 10, 60, 300])
     parser.add_argument("--networks", type=lambda text: text.split(","), default=["mlp", "lenet", "gpt"])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of operators, of everybody; 0: as torch chooses")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each program; 0: torch's default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(Path(place), threads=options.threads)

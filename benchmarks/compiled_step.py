@@ -1,16 +1,18 @@
-"""Whether a whole training step is worth compiling: forward, backward and AdamW as one program, against the eager step.
+"""Time of a training step that is compiled as a whole (forward, backward and AdamW), compared with the eager step.
 
     python benchmarks/compiled_step.py [--repetitions 5] [--steps 1000]
 
-Of an MLP on digits, batch 64, one thread, nothing logged: batches by index, the loss's derivatives, an update.
+Each step of an MLP on digits gathers a batch of 64 by index, computes the gradients and updates the weights. It runs on
+one thread, and nothing is logged.
 
     eager       autograd, and torch.optim.AdamW(fused=True)
     compiled    torch.compile of network and loss, and the same optimizer
-    whole       torch.compile of one function: torch.func.grad_and_value, and AdamW by tensors, written in place
-    ahead       the same function by torch.export and AOTInductor, which returns what it updates
+    whole       torch.compile of one function: torch.func.grad_and_value, and AdamW written with tensors, in place
+    ahead       the same function with torch.export and AOTInductor; it returns the updated tensors
 
-All take turns in one process; a ratio is the median of the ratios of neighbours. Processor time. It needs a C++
-compiler. The weights of all four are held against each other behind the first steps.
+The four variants run alternately in one process, and processor time is measured. A ratio is the median of the ratios
+of neighboring runs. The weights of the four variants are compared after the first 10 steps. The benchmark needs a C++
+compiler.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 RATE, BETAS, EPSILON, DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
-# As far as the orders of sums may drive float32 apart in ten steps.
+# Largest difference of float32 weights after ten steps that another order of summation explains.
 TOLERANCE = 1e-4
 CHECKED_STEPS = 10
 Step = Callable[[Tensor, Tensor], object]
 Weights = Callable[[], Sequence[Tensor]]
-# The parameters, AdamW's two averages of each, and its count of steps.
+# Parameters, AdamW's two averages of each parameter, and the number of steps.
 State = tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]
 
 
@@ -66,7 +68,7 @@ def by_autograd(width: int, *, is_compiled: bool) -> tuple[Step, Weights]:
 
 
 def updated(model: nn.Module, names: Sequence[str], state: State, inputs: Tensor, targets: Tensor) -> State:
-    """The parameters, AdamW's averages and its count behind one step (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Return the state after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
     weights, first, second, count = state
 
     def loss_of(parameters: dict[str, Tensor]) -> Tensor:
@@ -120,7 +122,7 @@ def ahead(width: int, folder: str) -> tuple[Step, Weights]:
     state = beginning(model)
     example = (*state, torch.zeros(BATCH_SIZE, 64), torch.zeros(BATCH_SIZE, dtype=torch.long))
     with torch.no_grad():
-        # Derivatives become plain operators first: export refuses tensors that torch.func has wrapped.
+        # make_fx turns the gradients into plain operators, because export refuses tensors wrapped by torch.func.
         graph = make_fx(lambda *values: updated(model, names, values[:4], *values[4:]))(*example)
         exported = torch.export.export(graph, example)
         path = torch._inductor.aoti_compile_and_package(exported, package_path=f"{folder}/step{width}.pt2")
@@ -139,14 +141,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # of torch.export's own pickling
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch.export warns about its own pickling
     with tempfile.TemporaryDirectory() as folder:
         for width in (128, 1024, 4096):
             measure(width, folder, repetitions=options.repetitions, steps=options.steps)
 
 
 def measure(width: int, folder: str, *, repetitions: int, steps: int) -> None:
-    """Print what a step of each way takes. Raises: AssertionError where their weights differ."""
+    """Print the time of a step of each variant.
+
+    Raises:
+        AssertionError: if the weights of two variants differ by more than TOLERANCE
+    """
     images, labels = samples(steps)
     ways: dict[str, Callable[[], tuple[Step, Weights]]] = {
         "eager": lambda: by_autograd(width, is_compiled=False),
@@ -168,11 +174,11 @@ def measure(width: int, folder: str, *, repetitions: int, steps: int) -> None:
     turns = [
         {name: clocked(step, images, labels, steps) for name, (step, _) in made.items()} for _ in range(repetitions)
     ]
-    print(f"\nMLP 64-{width}-10, {repetitions} repetitions in turn, us of the processor a step")
+    print(f"\nMLP 64-{width}-10, {repetitions} alternating repetitions, processor time of a step in us")
     for name in made:
         own = statistics.median(turn[name] for turn in turns)
         ratio = statistics.median(turn[name] / turn["eager"] for turn in turns)
-        print(f"{name:<10}{own:9.0f}   {ratio:5.2f} of eager   {seconds[name]:6.1f} s to the end of its first steps")
+        print(f"{name:<10}{own:9.0f}   {ratio:5.2f} of eager   {seconds[name]:6.1f} s to build it and run 10 steps")
 
 
 def clocked(step: Step, images: Tensor, labels: Tensor, steps: int) -> float:

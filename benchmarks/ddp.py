@@ -1,10 +1,11 @@
-"""What a step costs under strategy=ddp, against a script that calls DistributedDataParallel by hand.
+"""Time of a step with strategy=ddp, compared with a script that calls DistributedDataParallel by hand.
 
     python benchmarks/ddp.py [--pairs 9] [--steps 1500]
 
-LeNet on digits, a global batch of 64 over two gloo ranks of one thread each, AdamW. Both take turns in the same two
-processes: a pair is one of each, and the figure is the median of the pairs' ratios. Starting processes, building the
-network and the first 500 steps are not counted, nor are checkpoints and validation.
+Both train LeNet on digits with AdamW and a global batch of 64, on two gloo ranks of one thread each. They run
+alternately in the same two processes: a pair is one run of each. The printed ratio is the median of the ratios of all
+pairs. The start of the processes, the building of the network and the first 500 steps are not measured. Neither writes
+checkpoints or validates.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ RANKS = 2
 BATCH_SIZE = 64
 VARIANTS = {
     "exp: norms every step, memory, throughput, TensorBoard": ["hooks.gradients.every_n_steps=1"],
-    "exp: as it comes": [],
+    "exp: default settings": [],
     "exp: hooks=[] logger=[]": ["~hooks.gradients", "~hooks.memory", "~hooks.throughput", "logger=[]"],
 }
 
 
 def samples(steps: int) -> tuple[Tensor, Tensor]:
-    """Digits as [1, 8, 8], repeated to fill an epoch of so many steps."""
+    """Return images `[N, 1, 8, 8]` and labels of digits, repeated to fill an epoch of `steps` steps."""
     images, labels = load_digits(return_X_y=True)
     index = torch.arange(steps * BATCH_SIZE) % len(labels)
     return torch.tensor(images, dtype=torch.float32)[index].view(-1, 1, 8, 8) / 16, torch.tensor(labels)[index]
 
 
 def lenet() -> nn.Module:
-    """conf/model/lenet.yaml by hand."""
+    """Return the network of conf/model/lenet.yaml."""
     return nn.Sequential(
         *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -64,7 +65,7 @@ def lenet() -> nn.Module:
 
 
 def by_hand(steps: int) -> tuple[float, float]:
-    """Microseconds of a step, wall and processor: a stock DataLoader with a DistributedSampler, and no logging."""
+    """Return the wall and processor microseconds of a step with a stock DataLoader and without logging."""
     dataset = TensorDataset(*samples(steps))
     loader = DataLoader(dataset, batch_size=BATCH_SIZE // RANKS, sampler=DistributedSampler(dataset))
     network, clock = DistributedDataParallel(lenet(), gradient_as_bucket_view=True), Clock()
@@ -100,7 +101,15 @@ def frozen(folder: Path, name: str, overrides: list[str], steps: int) -> Path:
 
 
 def live(number: int, store: str, directories: list[Path], steps: int, results: str) -> None:
-    """One rank: all contenders of one repetition after another, and rank 0's times in a file."""
+    """Run all variants of each pair on one rank, and write the times of rank 0 to a file.
+
+    Args:
+        number: rank
+        store: path of the file that the ranks use to find each other
+        directories: run directories of exp, for each pair those of all VARIANTS
+        steps: optimizer steps of each run
+        results: path of the file with the times, one line per pair
+    """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
-"""A forward program against the hand-written nn.Module with the same weights: time of a forward call.
+"""Time of a forward call of a forward program, compared with the hand-written nn.Module with the same weights.
 
     python benchmarks/forward.py [--repetitions 200] [--threads 1]
 
-Batch 64, 10 features, no gradients. Each repetition times both, one after the other in an order that alternates, and
-gives one ratio; the table shows the medians. The limits are 1.05 on 2 layers and 1.02 on 20.
+The batch has 64 samples of 10 features, and no gradients are computed. Each repetition measures both networks in
+alternating order and gives one ratio. The table shows the medians. The limits are 1.05 for 2 layers and 1.02 for 20.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exp.models.containers import ModuleDictModel, ModuleListModel
 
 
 class ByHandList(nn.Module):
-    """The wiring of docs/models.md, a list of layers in a loop."""
+    """The network of docs/models.md that calls a list of layers in a loop."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ByHandList(nn.Module):
 
 
 class ByHandNames(nn.Module):
-    """Layers as attributes, the cheapest way to write it by hand."""
+    """A module with its layers as attributes, which is the fastest form by hand."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ByHandTwoNames(ByHandNames):
 
 
 def twenty_names() -> type[ByHandNames]:
-    """A class whose forward is 20 written-out lines; text, so that this file does not have to hold them."""
+    """Return a class with a forward method of 20 lines, which is compiled from text."""
     lines = [f"    x = torch.relu(self.linear{i}(x))" for i in range(19)]
     namespace: dict = {"torch": torch}
     exec("\n".join(["def forward(self, x):", *lines, "    return self.linear19(x)"]), namespace)
@@ -81,7 +81,7 @@ def seconds(network: nn.Module, x: Tensor, calls: int) -> float:
 
 
 def compare(by_hand: nn.Module, program: nn.Module, *, repetitions: int, calls: int) -> tuple[float, float, float]:
-    """Medians of: seconds a call by hand, seconds a call of the program, and the paired ratio."""
+    """Return the medians of the seconds per call by hand, of the program, and of the ratio of each pair."""
     program.load_state_dict(by_hand.state_dict())
     x = torch.randn(64, 10)
     with torch.inference_mode():

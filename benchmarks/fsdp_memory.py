@@ -1,6 +1,6 @@
-"""Memory of a rank under strategy=fsdp against one process: python benchmarks/fsdp_memory.py
+"""Memory of a rank with strategy=fsdp, compared with one process: python benchmarks/fsdp_memory.py
 
-A gpt of 31.6 million parameters makes two steps in one process and in four gloo ranks; the hook `memory` counts.
+A GPT of 31.6 million parameters makes two steps in one process and on four gloo ranks. The hook `memory` measures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 0.27
 
 
 def measured(directory: str, *overrides: str) -> dict[str, float]:
-    """MiB by part, of rank 0."""
+    """Return the MiB of parameters, gradients and optimizer state on rank 0."""
     report = exp.fit(exp.compose([*GPT, f"hydra.run.dir={directory}", *overrides]))
     return {part: report.metrics[f"memory/{part}_mib"] for part in PARTS}
 

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [lenet gpt gpt-86M] [--precision fp32 bf16] [--steps 400] [--repetitions 3] [--compile]
 
-All contenders take turns in one process. A time is from the end of the warm-up, a quarter of the steps, to the last
-step, and the device is synchronized at both. A ratio is the median of the ratios of the repetitions. All use the same
-network, batch size and fused AdamW; exp also writes TensorBoard events. --compile: compiled networks instead of the
-slower loops by hand.
+All variants run alternately in one process. The first quarter of the steps is a warm-up. The time is measured from the
+end of the warm-up to the last step, and the device is synchronized at both points. A ratio is the median of the ratios
+of the repetitions. All variants use the same network, batch size and fused AdamW. exp also writes TensorBoard events.
+--compile measures a compiled loop by hand instead of the two eager ones, and exp with and without runtime.compile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import exp
 
-# Number of classes of data.dataset.vocabulary_size=128: one is for all other characters.
+# Number of classes with data.dataset.vocabulary_size=128: one class is for all other characters.
 CHARACTERS = 129
 
 
@@ -81,7 +81,14 @@ class GPT(nn.Module):
 
 
 class Task:
-    """A model with its data. share: the part of --steps that it runs, because a step of a large network is slow."""
+    """A network with its data.
+
+    Args:
+        network: builds the network
+        batch_size: samples per step
+        model: overrides of exp that select the same network
+        share: fraction of --steps to run, below 1 for a large network with slow steps
+    """
 
     def __init__(self, *, network: Callable[[], nn.Module], batch_size: int, model: list[str], share: float) -> None:
         self.network, self.batch_size, self.model, self.share = network, batch_size, model, share
@@ -121,7 +128,7 @@ class Characters(Task):
         return blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
 
     def overrides(self, folder: Path, steps: int) -> list[str]:
-        # A fifth more than the training split needs.
+        # 20 percent more than the training split needs.
         characters = int(1.2 * steps * self.batch_size * self.block_size)
         source = "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
         (folder / "text.txt").write_text((source * (characters // len(source) + 1))[:characters])
@@ -151,7 +158,7 @@ TASKS = {
 
 
 class Result:
-    """Microseconds a step, MiB at the peak, and the loss of the last step."""
+    """Microseconds per step, peak memory in MiB, and loss of the last step."""
 
     def __init__(self, microseconds: float, peak_mib: float, loss: float) -> None:
         self.microseconds, self.peak_mib, self.loss = microseconds, peak_mib, loss
@@ -162,8 +169,13 @@ def by_hand(
 ) -> Result:
     """Train in a PyTorch loop.
 
-    on_device: the data set is on the device, and batches are gathered there; otherwise a stock DataLoader loads them.
-    compiled: the mode of torch.compile; None for an eager network.
+    Args:
+        task: network and data
+        steps: optimizer steps
+        precision: fp32 or bf16
+        device: cuda or cpu
+        on_device: gather the batches from a data set on the device; a stock DataLoader loads them by default
+        compiled: mode of torch.compile; None for an eager network
     """
     torch.manual_seed(0)
     inputs, target = task.tensors(steps)
@@ -256,7 +268,7 @@ def measure(name: str, *, precision: str, device: str, steps: int, repetitions: 
                 print(f"{contender}: {error}", flush=True)
     bases = list(contenders)[:2]
     heads = "".join(f"{base.partition(' ')[0]:>8}" for base in bases)
-    print(f"\n{name}, {precision}, {steps} steps, {repetitions} repetitions: time against {heads}")
+    print(f"\n{name}, {precision}, {steps} steps, {repetitions} repetitions: time per step, and its ratio to {heads}")
     for contender, own in results.items():
         if not own:
             continue

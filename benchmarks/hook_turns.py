@@ -1,4 +1,4 @@
-"""The hook of benchmarks/hooks.py by which two runs take turns, step by step, and time their own."""
+"""Hook of benchmarks/hooks.py that makes two runs alternate step by step and measures the steps of its run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from exp.hooks.step import Step
 
 
 class Turns(Hook):
-    """Waits behind each step until the other run has done one.
+    """Hook that waits after each step until the other run has done a step.
 
-    own, other: named pipes, by which a run gets its turn and gives it away. begins: whether it has the first turn.
-    steps: of the run, after which nobody waits. out: where the times of the steps go, [wall, processor] in seconds.
+    Args:
+        own: path of the named pipe from which this run reads that it may continue
+        other: path of the named pipe by which this run lets the other one continue
+        begins: if this run makes the first step
+        steps: number of steps of the run; it does not wait after the last step
+        out: path of the JSON file with the times of the steps, [wall, processor] in seconds
     """
 
     def __init__(self, *, own: str, other: str, begins: bool, steps: int, out: str) -> None:
         super().__init__()
-        # Read and write, because a pipe that is opened for one of them waits for the other.
+        # Open for reading and writing: a pipe that is opened only for one of them blocks until the other end is open.
         self._own, self._other = os.open(own, os.O_RDWR), os.open(other, os.O_RDWR)
         self._has_turn, self._steps, self._out = begins, steps, Path(out)
         self._times: list[tuple[float, float]] = []

@@ -1,14 +1,14 @@
-"""What the default hooks cost of a step on a CPU, of ready models, small and widened to more than a million parameters.
+"""Time of the default hooks per step on a CPU, for ready models and for models with over a million parameters.
 
-    python benchmarks/hooks.py [gpt-10M mlp-3M mlp lenet ...] [--steps 200]
+    python benchmarks/hooks.py [gpt-10M mlp-2.2M mlp lenet ...] [--steps 200]
 
-Two runs in two processes take turns, one step each, so that whatever else the machine does meets both alike: one with
-the hooks gradients, memory and throughput as they are by default (norms every step, memory every 50, histograms, ratios
-and shares every 100), one with none. The times are of whole steps: what is written to TensorBoard is in them. One
-thread each.
+One run has the hooks gradients, memory and throughput with their default settings: norms every step, memory every 50
+steps, histograms, ratios and shares every 100 steps. The other run has no hooks. The runs are two processes of one
+thread each, which alternate step by step, so that other load on the machine affects both equally. The times are those
+of whole steps, including the writes to TensorBoard.
 
-Steps are compared by kind, since one with a histogram is rare and costs most: the median difference of each kind, times
-its share of a hundred steps.
+Steps are compared by kind, because a step with a histogram is rare and takes longest. The printed cost is the sum over
+the kinds: median difference times the number of such steps in a hundred.
 """
 
 from __future__ import annotations
@@ -51,7 +51,14 @@ Times = list[tuple[float, float]]
 
 
 def overrides(place: Path, *, name: str, steps: int, model: str) -> list[str]:
-    """Of one of the two runs: `with` or `without`."""
+    """Return the overrides of one of the two runs.
+
+    Args:
+        place: folder of the named pipes, run directories and results
+        name: "with" for the run with hooks, "without" for the run without
+        steps: number of optimizer steps
+        model: key of MODELS
+    """
     other = "without" if name == "with" else "with"
     turns = {
         "_target_": "hook_turns.Turns",
@@ -79,28 +86,34 @@ def train(place: Path, name: str, steps: int, model: str) -> None:
 
 
 def kind_of(index: int) -> str:
-    """By what is due in an optimizer step, counted from 1."""
+    """Return what the hooks record in optimizer step `index`, counted from 1."""
     if index % 100 == 0:
         return "memory, histograms, ratios, shares"
     return "memory" if index % 50 == 0 else "norms"
 
 
 def compare(ours: Times, bare: Times, *, clock: int) -> None:
-    """clock: 0 the wall's, 1 the processor's."""
+    """Print the difference of the two runs per kind of step.
+
+    Args:
+        ours: times of the run with hooks, (wall, processor) in seconds per step
+        bare: times of the run without hooks
+        clock: 0 for the wall clock, 1 for processor time
+    """
     kinds: dict[str, list[int]] = {}
     for index in range(SKIPPED + 1, min(len(ours), len(bare))):
         kinds.setdefault(kind_of(index), []).append(index)
-    # The difference of a pair of neighbours in time; place 0 is step 1.
+    # Differences are taken between steps with the same number, which ran right after each other. Index 0 is step 1.
     step = statistics.median(time[clock] for time in bare[SKIPPED:])
     share = {"norms": 98, "memory": 1, "memory, histograms, ratios, shares": 1}
     cost = 0.0
     for kind, indices in kinds.items():
         difference = statistics.median(ours[index - 1][clock] - bare[index - 1][clock] for index in indices)
         cost += difference * share[kind] / 100
-        print(f"  {kind:36} {len(indices):4} pairs  {1000 * difference:9.3f} ms more, the median")
+        print(f"  {kind:36} {len(indices):4} pairs  {1000 * difference:9.3f} ms more with hooks (median)")
     total = sum(time[clock] for time in ours[SKIPPED:]) / sum(time[clock] for time in bare[SKIPPED:])
-    print(f"  a step without hooks {1000 * step:8.2f} ms; with them {100 * cost / step:5.2f} per cent more", end="")
-    print(f" (sum over sum: {100 * (total - 1):5.2f})", flush=True)
+    print(f"  a step without hooks {1000 * step:8.2f} ms; with hooks {100 * cost / step:5.2f} percent more", end="")
+    print(f" (by the sums of all steps: {100 * (total - 1):5.2f})", flush=True)
 
 
 def main() -> None:

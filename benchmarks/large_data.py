@@ -1,19 +1,20 @@
-"""What large data cost: python benchmarks/large_data.py [csv pictures tokens] [--rows 10_000_000] [--pairs 3]
+"""Time and memory of loading large data: python benchmarks/large_data.py [csv pictures tokens] [--rows 10_000_000]
 
-A CSV file, a folder of pictures and a file of tokens are made in a temporary folder (--folder keeps them), and read by
-exp's loader and by a DataLoader as a good engineer writes one for these very data, in turns, each in a process of its
-own, on one thread beside two workers for pictures:
+The benchmark writes a CSV file, a folder of pictures and a file of tokens to a temporary folder (or to --folder, which
+stays). exp's loader and a loader written by hand for these data read them alternately, each in a new process with one
+thread. Pictures are read by two workers:
 
-    first      seconds from the start of the process to the first batch
-    memory     MiB at the peak, imports included; of tokens those that are the process's own, without the mapped file,
-               and of pictures what all its processes hold
-    data       the same less what is held once everything is imported
-    rate       samples a second, behind the first batch
-    processor  the same two by the processor's clock, of all processes: seconds, and microseconds a sample
+    first             seconds from the start of the process to the first batch
+    first, processor  the same in processor seconds of all processes
+    memory            peak memory in MiB, with imports; for tokens the memory of the process without the mapped file,
+                      for pictures that of all processes
+    data              peak memory minus the memory after all imports
+    rate              samples per second after the first batch
+    us, processor     processor time per sample of all processes, in microseconds
 
-A ratio is the median of those of neighbours, exp over by hand: less is better, but of rates. --cold asks the system to
-forget the file of tokens before each process. --step adds whole runs of `exp.train`: seconds and memory at the end of
-the first optimizer step.
+The ratio is exp / by hand, the median over --pairs pairs. Below 1 means that exp is better, except for the rate.
+--cold drops the file of tokens from the system's cache before each process. --step adds whole runs of `exp.train`:
+seconds and memory at the end of the first optimizer step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 SECONDS = 5.0
-# Of both: the clock starts with the process.
+# Start of each measured program. The time starts with the process.
 MEASURED = """
 import os, sys, time, json
 START = float(os.environ["START"])
@@ -144,7 +145,7 @@ imported = own()
 data = Data(dataset=Images(path=PLACE, mode="RGB"), batch_size=64, num_workers=2)
 measure(data.loader("train"), lambda batch: batch.size, peak=held, imported=imported)
 """
-# As nanoGPT's train.py does, but for blocks of which each is taken once an epoch.
+# nanoGPT's train.py loads batches like this: from random positions, so that an epoch may repeat or miss a block.
 TOKENS_BY_HAND = """
 import numpy as np, torch
 imported = own()
@@ -195,7 +196,7 @@ PROGRAMS = {
 
 
 def make_csv(place: Path, *, rows: int) -> None:
-    """Six columns of numbers, one of words and a number to predict; a block of rows again and again."""
+    """Write a CSV file of six numeric columns, one of words and a numeric target; 200,000 different rows repeat."""
     generator = np.random.default_rng(0)
     block = min(rows, 200_000)
     numbers = generator.normal(size=(block, 7)) * [1, 10, 100, 1000, 0.1, 5, 2]
@@ -212,7 +213,7 @@ def make_csv(place: Path, *, rows: int) -> None:
 
 
 def make_pictures(place: Path, *, count: int) -> None:
-    """JPEGs of 32 to 64 pixels in ten folders, all of one size; a thousand different ones again and again."""
+    """Write JPEG files of 48 x 48 pixels to ten folders; a thousand different pictures repeat."""
     from PIL import Image
 
     generator = np.random.default_rng(0)
@@ -229,7 +230,7 @@ def make_pictures(place: Path, *, count: int) -> None:
 
 
 def make_tokens(place: Path, *, size: int) -> None:
-    """Random numbers below 50257, uint16; a quarter of a gigabyte again and again."""
+    """Write a file of random uint16 numbers below 50257; a block of 256 MiB repeats."""
     chunk = np.random.default_rng(0).integers(0, 50257, min(size // 2, 2**27), dtype=np.uint16).tobytes()
     with place.open("wb") as file:
         for start in range(0, size, len(chunk)):
@@ -239,7 +240,7 @@ def make_tokens(place: Path, *, size: int) -> None:
 
 
 def forget(place: Path) -> None:
-    """Let the system drop what it keeps of a file."""
+    """Drop a file from the system's cache."""
     descriptor = os.open(place, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -270,10 +271,10 @@ def measured(program: str, place: Path, *words: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help=f"{', '.join(PROGRAMS)}; all of them where none is named")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(PROGRAMS)}; default: all of them")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--pictures", type=int, default=100_000)
-    parser.add_argument("--bytes", type=int, default=10 * 10**9, help="of the file of tokens")
+    parser.add_argument("--bytes", type=int, default=10 * 10**9, help="size of the file of tokens")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--step", action="store_true")

@@ -1,10 +1,10 @@
-"""How many optimizer steps a second a small network makes: by hand, in plain Lightning, and here.
+"""Optimizer steps per second of a small network: by hand, in plain Lightning, and in exp.
 
     python benchmarks/loop.py [--repetitions 5] [--steps 3000] [--non-finite]
 
-The network is an MLP 64-128-10 on digits, batch 64, AdamW, one thread, without validation and checkpoints. All take
-turns in one process; a ratio is the median of the ratios of the repetitions, each against its neighbour in time.
---non-finite: what it costs a step of exp's to look for numbers that are not finite, instead.
+The network is an MLP 64-128-10 on digits, trained with batch size 64 and AdamW on one thread, without validation and
+checkpoints. The variants run alternately in one process. A ratio is the median over the repetitions, each compared with
+the run next to it. --non-finite measures the time of exp's checks for nan and inf per step instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Times = tuple[float, float]
 
 
 def samples(steps: int) -> tuple[Tensor, Tensor]:
-    """Digits, repeated to fill an epoch of so many steps."""
+    """Return the images `[N, 64]` and labels of digits, repeated to fill an epoch of `steps` steps."""
     images, labels = load_digits(return_X_y=True)
     index = torch.arange(steps * BATCH_SIZE) % len(labels)
     return torch.tensor(images, dtype=torch.float32)[index] / 16, torch.tensor(labels)[index]
@@ -57,7 +57,7 @@ def stock_loader(steps: int) -> DataLoader:
 
 
 def by_hand(steps: int, epochs: int) -> Times:
-    """A PyTorch loop with a stock DataLoader, and no logging."""
+    """Train in a PyTorch loop with a stock DataLoader and no logging; return the times of a step."""
     loader, net, clock = stock_loader(steps // epochs), network(), Clock()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(epochs):
@@ -71,7 +71,7 @@ def by_hand(steps: int, epochs: int) -> Times:
 
 
 def by_hand_on_our_batches(steps: int, epochs: int) -> Times:
-    """The same loop over exp's own batches, which are gathered many at once."""
+    """Train in a PyTorch loop with exp's loader, which gathers many batches at once; return the times of a step."""
     inputs, target = samples(steps // epochs)
     data = Data(train=Tensors(entries=(inputs, target), num_classes=10), batch_size=BATCH_SIZE)
     loader, net, clock = data.loader("train", rank=0, world_size=1), network(), Clock()
@@ -88,7 +88,7 @@ def by_hand_on_our_batches(steps: int, epochs: int) -> Times:
 
 
 def by_an_expert(steps: int, epochs: int) -> Times:
-    """What somebody writes who wants speed and nothing else: batches by index, a fused optimizer, no logging."""
+    """Train in a loop written for speed: batches by index, fused optimizer, no logging. Return the times of a step."""
     (inputs, target), net, clock = samples(steps // epochs), network(), Clock()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     for _ in range(epochs):
@@ -102,7 +102,7 @@ def by_an_expert(steps: int, epochs: int) -> Times:
 
 
 class Plain(L.LightningModule):
-    """What the Lightning documentation shows. with_norms: and its gradient norms, by parameter, at every step."""
+    """Module as in Lightning's documentation; `with_norms` logs the gradient norm of each parameter at each step."""
 
     def __init__(self, *, with_norms: bool) -> None:
         super().__init__()
@@ -141,7 +141,16 @@ def plain_lightning(steps: int, epochs: int, *, with_norms: bool) -> Times:
 
 
 def here(steps: int, epochs: int, *more: str) -> Times:
-    """exp with gradient norms at every step, memory every 50, throughput, and TensorBoard. more: overrides."""
+    """Train in exp with gradient norms at each step, memory every 50 steps, throughput and TensorBoard.
+
+    Args:
+        steps: optimizer steps in total
+        epochs: number of epochs
+        more: further overrides
+
+    Returns:
+        wall and processor microseconds of a step
+    """
     with tempfile.TemporaryDirectory(dir=".", prefix="loop-") as folder:
         inputs, target = samples(steps // epochs)
         path = Path(folder).resolve() / "digits.pt"
@@ -151,7 +160,7 @@ def here(steps: int, epochs: int, *more: str) -> Times:
 
 
 def unguarded(steps: int, epochs: int) -> Times:
-    """The same without a look at any number."""
+    """Train in exp without checks for nan and inf, and return the times of a step."""
     looks = module.require_finite, recording.refuse_lost
     module.require_finite = recording.refuse_lost = lambda *_, **__: None
     try:
@@ -182,7 +191,7 @@ def measure(contenders: dict[str, Callable[[int, int], Times]], steps: int, epoc
             with contextlib.redirect_stdout(io.StringIO()):
                 times[name].append(contender(steps, epochs))
     names = list(contenders)
-    print(f"\n{steps} steps in {epochs} epoch{'s' if epochs > 1 else ''}, {repetitions} repetitions in turn")
+    print(f"\n{steps} steps in {epochs} epoch{'s' if epochs > 1 else ''}, {repetitions} alternating repetitions")
     bases = names[: 4 if len(names) > 3 else 3]
     heads = "".join(f"{name.partition(' ')[0]:>8}" for name in bases)
     print(f"{'':50} wall clock: step   speed against{'':13}  processor: step   speed against")
@@ -212,13 +221,13 @@ def main() -> None:
         "(a) by hand, stock DataLoader, no logging": by_hand,
         "(a') the same on exp's own batches": by_hand_on_our_batches,
         "(b) plain Lightning, self.log, TensorBoardLogger": lambda *args: plain_lightning(*args, with_norms=False),
-        "(e) an expert's: by index, fused, no logging": by_an_expert,
+        "(e) for speed: by index, fused, no logging": by_an_expert,
         "(b') the same with Lightning's grad_norm": lambda *args: plain_lightning(*args, with_norms=True),
         "(c) exp: norms, memory, throughput, TensorBoard": here,
     }
     if arguments.non_finite:
         contenders = {
-            "(a) no number is looked at": unguarded,
+            "(a) no check": unguarded,
             "(a') runtime.non_finite=stop, the default": here,
             "(b) runtime.non_finite=skip": lambda *args: here(*args, "runtime.non_finite=skip"),
         }

@@ -1,4 +1,4 @@
-"""The clocks of benchmarks/loop.py, checkpoints.py and gpu.py, and the hooks that turn them in a run of exp."""
+"""Clocks of benchmarks/loop.py, checkpoints.py and gpu.py, and hooks that run them in exp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP = 500
 
 
 class Clock:
-    """Times the steps from the end of the warm-up on."""
+    """Clock of the steps after a warm-up of 500 steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -26,16 +26,17 @@ class Clock:
             self._wall, self._processor = time.perf_counter(), time.process_time()
 
     def microseconds(self) -> tuple[float, float]:
-        """Of a step: on the wall clock, and of this process's processor time, which neighbours disturb less."""
+        """Return the wall and processor microseconds of a step; other load changes the processor time less."""
         steps = self.steps - WARM_UP
         wall, processor = time.perf_counter() - self._wall, time.process_time() - self._processor
         return 1e6 * wall / steps, 1e6 * processor / steps
 
 
 class ClockHook(Hook):
-    """Leaves what a step took in `measured`, from the end of the warm-up to the last step at which it looked.
+    """Hook that measures the mean time of a step after the warm-up, and leaves it in `measured`.
 
-    every_n_steps: how often it looks; by hand a clock costs a step nothing, and a hook at every step would.
+    Args:
+        every_n_steps: steps between two readings of the clock; a hook at each step would itself take time
     """
 
     measured = (0.0, 0.0)
@@ -57,7 +58,7 @@ class ClockHook(Hook):
 
 
 class DeviceClock:
-    """Times the steps after the warm-up until the last one, and synchronizes a GPU at both."""
+    """Clock from the end of the warm-up to the last step, which synchronizes the GPU at both points."""
 
     def __init__(self, *, warm_up: int, steps: int) -> None:
         self.warm_up, self.steps = warm_up, steps
@@ -75,7 +76,7 @@ class DeviceClock:
 
 
 class DeviceClockHook(Hook):
-    """Runs a DeviceClock, and keeps its result in `measured`. `steps` must be a multiple of `warm_up`."""
+    """Hook that runs a DeviceClock and leaves its result in `measured`; `steps` must be a multiple of `warm_up`."""
 
     measured = 0.0
 
@@ -89,7 +90,7 @@ class DeviceClockHook(Hook):
 
 
 class StepTimes(Hook):
-    """Leaves what each step took in `times`, with all that came before it: by each of `now`, in seconds."""
+    """Hook that appends the seconds since the previous step to `times` after each step, by three clocks."""
 
     times: ClassVar[list[tuple[float, ...]]] = []
 
@@ -105,5 +106,5 @@ class StepTimes(Hook):
 
     @staticmethod
     def now() -> tuple[float, ...]:
-        """The wall's clock, the processor's, and the processor's of this thread alone."""
+        """Return the seconds of the wall clock, the process's processor time and this thread's processor time."""
         return time.perf_counter(), time.process_time(), time.thread_time()

@@ -1,10 +1,11 @@
-"""What a change costs: the benchmarks of this checkout and of another one, in turns.
+"""Comparison of two checkouts: runs the benchmarks of this checkout and of another one alternately.
 
     python benchmarks/paired.py --against ../before [loop epochs hooks ddp startup forward] [--pairs 5]
 
-Each measurement is the checkout's own program in `benchmarks/`, in a process of its own with the checkout's sources;
-both use the Python that runs this. A ratio is the median of the ratios of neighbours in time, here over there, so that
-more than 1 is slower than there. The two checkouts of `hooks` take turns step by step, all others run by run.
+Each measurement runs a program of the checkout's `benchmarks/` with the checkout's sources in a new process. Both
+checkouts use the Python that runs this program. A ratio is the median of the ratios of neighboring runs, this checkout
+to the other one, so that above 1 means that this checkout is slower. The two checkouts alternate step by step in
+`hooks`, and run by run in all others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]
 
-# Each prints, as its last line, its figures by name as JSON. OWN_SOURCES comes before each of them.
+# Each program prints its figures as a JSON mapping in its last line. OWN_SOURCES is put before each program.
 OWN_SOURCES = """
 import contextlib, io, json, logging, os, sys, warnings
 import exp
@@ -37,7 +38,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     wall, processor = loop.here(3000, EPOCHS)
 print(json.dumps({"us a step": wall, "us a step, processor": processor}))
 """
-# Beside the step itself its ratio to a step by hand in the same two processes, which a slower minute does not move.
+# Prints the time of a step, and its ratio to a step by hand in the same processes, which other load affects less.
 DDP = """
 import re, subprocess
 command = [sys.executable, os.path.join(os.environ["TREE"], "benchmarks", "ddp.py"), "--pairs", "2", "--steps", "900"]
@@ -69,7 +70,7 @@ cases = {
 }
 print(json.dumps({name: forward.compare(*pair, repetitions=100, calls=30)[2] for name, pair in cases.items()}))
 """
-# Beside the other checkout's: each waits behind a step until the other has done one.
+# Runs at the same time as the program of the other checkout: each waits after a step until the other has done a step.
 TURNS = """
 import hooks
 place, name, steps = hooks.Path(os.environ["PLACE"]), os.environ["NAME"], int(os.environ["STEPS"])
@@ -101,7 +102,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def run_by_run(program: str, trees: list[Path], *, pairs: int) -> Iterator[list[Figures]]:
-    """The figures of each tree, in the order of `trees`; the order in time is the other one in every second pair."""
+    """Yield the figures of each checkout per pair, in the order of `trees`; every second pair runs in reverse order."""
     with tempfile.TemporaryDirectory() as directory:
         for pair in range(pairs):
             found = {}
@@ -112,7 +113,7 @@ def run_by_run(program: str, trees: list[Path], *, pairs: int) -> Iterator[list[
 
 
 def step_by_step(trees: list[Path], *, steps: int) -> Iterator[list[Figures]]:
-    """Of each step behind the first three, with the hooks gradients and memory as they come."""
+    """Yield the times of each step after the third for both checkouts, with the default hooks gradients and memory."""
     with tempfile.TemporaryDirectory() as directory:
         place, names = Path(directory), ("with", "without")
         (place / "conf" / "hooks").mkdir(parents=True)
@@ -129,10 +130,10 @@ def step_by_step(trees: list[Path], *, steps: int) -> Iterator[list[Figures]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help=f"{', '.join(ALONE)}, hooks; all of them where none is named")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(ALONE)}, hooks; default: all of them")
     parser.add_argument("--against", type=Path, required=True, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200, help="of hooks")
+    parser.add_argument("--steps", type=int, default=200, help="steps of hooks")
     arguments = parser.parse_args()
     trees = [HERE, arguments.against.resolve()]
     print(f"{'':54}{'here':>10}{'there':>10}{'ratio':>8}   all pairs")

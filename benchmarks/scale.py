@@ -1,15 +1,15 @@
-"""How the work beside training grows with layers, parameters, jobs and ranks, each at three sizes.
+"""Growth of the time outside training with the number of layers, parameters, jobs and ranks, each at three sizes.
 
     python benchmarks/scale.py [layers parameters jobs sweep ranks] [--full]
 
-    layers      a Sequential of so many small Linear layers: check, and a run of five steps with its report
-    parameters  so many tensors in blocks of 100, each with a tag of its own: the same, of three steps
-    jobs        sweep.dry_run of so many jobs: all composed and checked
-    sweep       so many jobs of one epoch as a sweep, then exp.report of it
-    ranks       exp.plan of a GPT by fsdp on so many GPUs
+    layers      a Sequential of N small Linear layers: check, and a run of five steps with its report
+    parameters  N parameter tensors in blocks of 100, each with a tag: check, and a run of three steps
+    jobs        sweep.dry_run of N jobs, which are composed and checked
+    sweep       a sweep of N jobs of one epoch, then exp.report of the sweep
+    ranks       exp.plan of a GPT with fsdp on N GPUs
 
-Processor seconds of the whole command, those of a command of the same kind with nothing in it taken off, and how many
-times the size before they are. --full takes the sizes that docs/plan.md shows, and an hour.
+The table shows the processor seconds of the whole command minus those of the same command with N = 4. The last two
+columns divide size and seconds by those of the line before. --full takes larger sizes, and an hour.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SIZES = {
 
 
 def command(folder: Path, *words: str) -> tuple[float, float]:
-    """Processor seconds of a command with all of its processes, and the MiB of its largest."""
+    """Return the processor seconds of all processes of a command, and the peak MiB of the largest process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     runner = "import resource, subprocess, sys; done = subprocess.run([sys.executable, *sys.argv[1:]]); "
     runner += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024); sys.exit(done.returncode)"
@@ -123,8 +123,8 @@ SECTIONS: Mapping[str, Callable[[Path, int], Iterator[tuple[str, list[str]]]]] =
 def measure(folder: Path, section: str, sizes: Sequence[int]) -> None:
     commands = SECTIONS[section]
     base = {name: command(folder, *words)[0] for name, words in commands(folder, 4)}
-    print(f"\n{section}: with 4 of them {', '.join(f'{name} {seconds:.1f} s' for name, seconds in base.items())}")
-    print(f"{'':>10}{'':24}{'more, s':>10}{'MiB':>8}{'of the size':>14}{'of the seconds':>16}")
+    print(f"\n{section}: with N = 4 {', '.join(f'{name} {seconds:.1f} s' for name, seconds in base.items())}")
+    print(f"{'N':>10}{'':24}{'more, s':>10}{'MiB':>8}{'size ratio':>14}{'seconds ratio':>16}")
     before: dict[str, tuple[int, float]] = {}
     for size in sizes:
         for name, words in commands(folder, size):

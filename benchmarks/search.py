@@ -1,20 +1,20 @@
-"""How many optimizer steps a search needs for what a random search finds: sampler and pruner against drawing blindly.
+"""Optimizer steps that a search with sampler and pruner needs to find what a random search finds.
 
     python benchmarks/search.py [mlp lenet] [--seeds 10] [--trials 50] [--epochs 10] [--pruner median] [--all]
         [--beside 2] [--sweep-jobs 1]
 
-For each seed, one sweep with sweep.sampler=random sweep.pruner=none of --trials trials of --epochs epochs, whose best
-loss/val is the target and whose optimizer steps are the budget; and one with sweep.sampler=tpe and a pruner, of the
-same seed, space and epochs, that goes on trial after trial until it has reached the target or used up the budget. The
-share is the steps of all its trials up to and with the one that reached the target, over the budget. A search that has
-used up the budget without it is "never", and counts as more than 1.
+Two sweeps run for each seed. The first has sweep.sampler=random sweep.pruner=none and --trials trials of --epochs
+epochs. Its best loss/val is the target, and the number of its optimizer steps is the budget. The second has
+sweep.sampler=tpe and a pruner, with the same seed, search space and epochs. It runs trials until one reaches the target
+or the budget is used up. Its share is the number of steps of all trials up to and including the trial that reached the
+target, divided by the budget. If the budget is used up first, the share is "never", and counts as more than 1.
 
-A random search has reached its own best before its end, too: half-way in the middle of many. That share stands beside
-the other. --all: also random with the pruner and tpe without one.
+A random search reaches its best before its end, too: on average after half of its steps. The table shows this share
+next to the other. --all adds random with the pruner, and tpe without a pruner.
 
-Trials of a search see what those before them found. So that all do, each sweep trains one job at a time, forked from
-one warm process (sweep.jobs=1, sweep.stack=false), and two seeds run side by side. With --sweep-jobs 2 several trials
-are open at a time. Jobs run on one thread. Trials count in the order of their numbers.
+Each sweep trains one job at a time, forked from one process (sweep.jobs=1, sweep.stack=false), so that each trial uses
+the results of all trials before it. --beside seeds run at the same time. With --sweep-jobs 2, two trials of a sweep run
+at a time. Jobs have one thread. Trials are counted in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -48,19 +48,25 @@ SPACES: Mapping[str, list[str]] = {
     ],
 }
 ENDED = ("completed", "pruned", "failed")
-# Trials of a search whose jobs may be pruned at their first validation: more than any budget pays for.
+# A search with pruning may run this many times the trials of the random search, which uses up any budget.
 MANY = 20
 POLL_SECONDS = 0.2
-# Behind which a sweep that goes on is told again to end.
+# Seconds until SIGTERM is sent again to a sweep that still runs.
 AGAIN_SECONDS = 10.0
-# Of a sweep's ends: it was done, or some of its jobs failed, as with a learning rate that gives nan.
+# Accepted exit codes of a sweep: all jobs completed, or some failed, for example because a learning rate gave nan.
 USUAL = (0, 1)
 NEVER = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A trial that has ended. steps: of its optimizer. value: its best, nan where it has none."""
+    """Trial that has ended.
+
+    Args:
+        steps: number of optimizer steps
+        value: best loss/val, nan if the trial has none
+        is_pruned: if the pruner stopped the trial
+    """
 
     steps: int
     value: float
@@ -69,9 +75,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one search came to. share: of the budget's steps at which it reached the target, NEVER where it did not.
+    """Result of one search.
 
-    seconds: of one trial, start-up of the sweep in it.
+    Args:
+        share: steps until the target, as a fraction of the budget; NEVER if the search did not reach the target
+        best: best loss/val of all trials
+        trials: number of trials
+        pruned: number of pruned trials
+        seconds: wall seconds per trial, with the start-up of the sweep
     """
 
     share: float
@@ -82,14 +93,14 @@ class Found:
 
 
 class Record:
-    """The trials of a sweep that have ended, in the order of their numbers, up to the first that has not."""
+    """Trials of a sweep in the order of their numbers, up to the first trial that still runs."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self.trials: list[Trial] = []
 
     def read(self) -> list[Trial]:
-        """Look for more of them."""
+        """Read the reports of further trials that have ended, and return all trials read so far."""
         while paths := list(self._place.glob(f"outputs/train/sweeps/*/*/{len(self.trials)}/report.json")):
             report: dict[str, Any] = json.loads(paths[0].read_text())
             if report["status"] not in ENDED:
@@ -101,7 +112,7 @@ class Record:
 
 
 def steps_to(target: float, trials: Sequence[Trial]) -> int | None:
-    """The optimizer steps of the trials up to the first that reached the target; None where none did."""
+    """Return the optimizer steps of the trials up to the first that reached the target; None if none reached it."""
     for count, trial in enumerate(trials, 1):
         if trial.value <= target:
             return sum(one.steps for one in trials[:count])
@@ -111,7 +122,20 @@ def steps_to(target: float, trials: Sequence[Trial]) -> int | None:
 def search(
     words: Sequence[str], *, folder: Path, target: float | None = None, budget: int | None = None
 ) -> tuple[list[Trial], float]:
-    """Run a sweep to its end, or until it reached the target or used up the budget: its trials, and seconds of each."""
+    """Run a sweep to its end, or until it reaches the target or uses up the budget.
+
+    Args:
+        words: overrides of the sweep
+        folder: new folder in which the sweep runs
+        target: loss/val to reach
+        budget: number of optimizer steps
+
+    Returns:
+        trials, and wall seconds per trial
+
+    Raises:
+        SystemExit: if the sweep fails, or ends before it reaches the target or uses up the budget
+    """
     folder.mkdir(parents=True)
     record = Record(folder)
     command = [sys.executable, "-m", "exp.train", "-m", *words]
@@ -135,13 +159,13 @@ def search(
     if budget is not None and target is not None:
         if not is_over(trials, target=target, budget=budget):
             raise SystemExit(f"{' '.join(command)}: all trials are done, and steps of the budget are left")
-        while is_over(trials[:-1], target=target, budget=budget):  # more may have ended behind the signal
+        while is_over(trials[:-1], target=target, budget=budget):  # further trials may end after the signal
             trials.pop()
     return trials, seconds
 
 
 def is_over(trials: Sequence[Trial], *, target: float, budget: int) -> bool:
-    """Whether the target is reached, or the budget used up."""
+    """Return True if a trial reached the target or the trials used up the budget."""
     return steps_to(target, trials) is not None or sum(trial.steps for trial in trials) >= budget
 
 
@@ -158,7 +182,7 @@ def found_of(trials: Sequence[Trial], seconds: float, *, target: float, budget: 
 
 
 def of_seed(network: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Found]:
-    """By sampler and pruner what a seed came to, the blind search first."""
+    """Return the results of all searches of a seed by (sampler, pruner), with the random search first."""
     base = [
         *SPACES[network],
         *(f"seed={seed}", f"trainer.max_epochs={options.epochs}", "monitor=loss/val"),
@@ -178,7 +202,7 @@ def of_seed(network: str, seed: int, options: argparse.Namespace, folder: Path) 
 
 
 def contenders(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Beside the blind search."""
+    """Yield sampler and pruner of each search except the random one."""
     if options.all:
         yield from (("random", options.pruner), ("tpe", "none"))
     yield "tpe", options.pruner
@@ -190,17 +214,17 @@ def shown(share: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", metavar="network", help=f"{', '.join(SPACES)}; none named: all")
+    parser.add_argument("networks", nargs="*", metavar="network", help=f"{', '.join(SPACES)}; default: all")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--trials", type=int, default=50, help="of the random search")
-    parser.add_argument("--epochs", type=int, default=10, help="of a trial that is not pruned")
+    parser.add_argument("--trials", type=int, default=50, help="trials of the random search")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of a trial that is not pruned")
     parser.add_argument("--pruner", choices=("median", "asha", "hyperband"), default="median")
-    parser.add_argument("--all", action="store_true", help="also random with the pruner, and tpe without one")
-    parser.add_argument("--beside", type=int, default=2, help="seeds that run side by side")
-    parser.add_argument("--sweep-jobs", type=int, default=1, help="jobs of a sweep at a time")
+    parser.add_argument("--all", action="store_true", help="add random with the pruner, and tpe without a pruner")
+    parser.add_argument("--beside", type=int, default=2, help="seeds that run at the same time")
+    parser.add_argument("--sweep-jobs", type=int, default=1, help="jobs that a sweep runs at the same time")
     options = parser.parse_args()
     if unknown := {*options.networks} - {*SPACES}:
-        parser.error(f"{min(unknown)} is none of {', '.join(SPACES)}")
+        parser.error(f"unknown network {min(unknown)}; expected: {', '.join(SPACES)}")
     for network in options.networks or SPACES:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="search-") as name, ThreadPoolExecutor(options.beside) as pool:
@@ -222,7 +246,7 @@ def main() -> None:
 
 
 def cell_of(what: str, found: Sequence[Found]) -> str:
-    """A figure of all seeds together."""
+    """Return a cell of the summary over all seeds as text."""
     shares = [one.share for one in found]
     if what == "median":
         return shown(statistics.median_high(shares) if NEVER in shares else statistics.median(shares))

@@ -1,8 +1,8 @@
-"""How long exp takes to begin. Run it on a quiet machine: python benchmarks/startup.py [repetitions]
+"""Start-up time of exp. Run it on a machine without other load: python benchmarks/startup.py [repetitions]
 
-Prints medians of paired repetitions, and their ratio:
-    answers      --help and --cfg job against an empty Hydra program
-    first step   from the command to the end of the first optimizer step, against `import torch, lightning`
+Prints the medians of paired repetitions and their ratio:
+    --help, --cfg job  whole commands, compared with those of an empty Hydra program
+    first step         from the command to the end of the first optimizer step, compared with `import torch, lightning`
 """
 
 import statistics
@@ -18,7 +18,7 @@ import hydra
 def main(config): pass
 main()
 """
-# torch's own hook on every optimizer: nothing of exp is touched, and nothing after the step is counted.
+# torch's hook on all optimizers ends the process after the first step, without changes to exp.
 FIRST_STEP = """
 import os, sys, time
 import exp  # first, as in a command
@@ -39,14 +39,14 @@ print("AT", time.time(), flush=True)
 
 
 def wall_seconds(*arguments: str, directory: str) -> float:
-    """Of a whole process."""
+    """Return the wall seconds of a whole process."""
     begun = time.time()
     subprocess.run([sys.executable, *arguments], cwd=directory, check=True, capture_output=True)
     return time.time() - begun
 
 
 def seconds_until(*arguments: str, directory: str) -> float:
-    """From the start of a process until it prints AT and the time."""
+    """Return the seconds from the start of a process to the time that it prints after AT."""
     begun = time.time()
     done = subprocess.run(
         [sys.executable, *arguments], cwd=directory, check=True, capture_output=True, text=True

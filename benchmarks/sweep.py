@@ -1,30 +1,31 @@
-"""What a sweep costs: whole commands with their imports, exp beside Hydra with Lightning and beside a loop by hand.
+"""Time of sweeps as whole commands with imports: exp, Hydra with Lightning, and a loop by hand.
 
     python benchmarks/sweep.py [digits lenet auto members local timeline] [--jobs 32,128,512] [--epochs 10]
         [--repetitions 3] [--extrapolate] [--network mlp] [--only auto,plain] [--threads 1]
 
-    digits    learning rates x seeds of an MLP on digits; every contender trains the same network for the same epochs,
-              validates and saves the last and the best at each, writes event files and tests the best at the end
-    lenet     the same of LeNet, 3 epochs: sweep.stack=auto is to be as fast as the best of the others
-    auto      that of an MLP, LeNet, a ResNet and a GPT
-    members   what one more member adds to a stack
-    local     16 jobs of about 5 s, two at a time against one at a time, and what a job costs beside its training
-    timeline  where the time of a stacked sweep goes
+    digits    a grid of learning rates and seeds of an MLP on digits. Each program trains the same network for the same
+              number of epochs. It validates and saves the last and the best state after each epoch, writes event
+              files, and tests the best state at the end
+    lenet     the same with LeNet and 3 epochs: is sweep.stack=auto as fast as the fastest other mode?
+    auto      the same comparison of the modes for an MLP, LeNet, a ResNet and a GPT
+    members   time that each further member adds to a stack
+    local     16 jobs of about 5 s, two at a time compared with one at a time, and the time per job outside training
+    timeline  times at which a stacked sweep reaches its stages
 
-Every command has a fresh folder, and OMP_NUM_THREADS is not set for any, as a user has it. The contenders of a
-repetition take turns, and a ratio is the median of the repetitions' ratios. Wall clock from the start of the process to
-its end; processor seconds of user and system, of the process and of every child that was waited for, as jobs are.
+Each command runs in a new folder without OMP_NUM_THREADS, as users run it. The programs of a repetition run one after
+the other, in alternating order. A ratio is the median of the ratios of the repetitions. Wall clock is measured from the
+start of the process to its end. Processor seconds are user and system time of the process and its child processes.
 
-training: of exp, optimizer steps times step_ms of report.json, which has validations in it, but neither start-up and
-directories nor tests; jobs that are trained together have one clock, and of two stacks side by side the longer counts;
-of jobs with a process each it is the sum. Of the others it is the sum of the times from the first line of a job's
-function to the last, tests in it. The mean loss of (c) is one over batches, as its metrics take it, of the others one
-over samples.
+Column "training" of exp: optimizer steps times step_ms of report.json, which includes validations, but not start-up,
+directories and tests. Jobs of one stack count once, and of two stacks at the same time the longer one counts. The times
+of jobs with one process each are added. For (b) to (d): sum over the jobs of the time from the first line of the job's
+function to the last, with the test. Column "mean loss": a mean over batches for (c), as its metrics compute it, and a
+mean over samples for the others.
 
-The contenders (b) to (d) read digits from a file of tensors, so that none has to import scikit-learn, and run their
-operators on --threads threads (1: with such networks that is the fastest; 0: torch's own choice). (b) and (c) are
-benchmarks/sweep_programs/plain.py and template.py, (d) bare.py. --extrapolate: sweeps of more than --measured jobs by
-(b), (c) and (d) are not run: each of their jobs takes as long as the one before, and what that many took is continued.
+The programs (b) to (d) read digits from a file of tensors, so that they do not import scikit-learn. They run with
+--threads threads. 1 is the fastest for these networks, and 0 is torch's default. (b) and (c) are
+benchmarks/sweep_programs/plain.py and template.py, (d) is bare.py. With --extrapolate, sweeps of more than --measured
+jobs are not run for (b) to (d): their time is extrapolated from --measured jobs, because each job takes equally long.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from typing import Any
 PROGRAMS = Path(__file__).resolve().parent / "sweep_programs"
 NETWORKS: Mapping[str, list[str]] = {
     "mlp": ["model=mlp"],
-    # 64-128-10, of benchmarks/loop.py.
+    # The MLP 64-128-10 of benchmarks/loop.py.
     "small": [
         *("model.layers.hidden.out_features=128", "model.layers.activation._target_=torch.nn.ReLU"),
         *("~model.layers.hidden2", "~model.layers.activation2"),
@@ -63,7 +64,7 @@ NETWORKS: Mapping[str, list[str]] = {
         "data.dataset.vocabulary_size=64",
     ],
 }
-# Of the section auto: a few steps of each, for a look at the order of the modes.
+# Networks of the section auto, with few steps: they show which mode is fastest.
 KINDS: Mapping[str, list[str]] = {
     "MLP": ["model=mlp", "trainer.max_epochs=10"],
     "LeNet": ["model=lenet", "trainer.max_epochs=5"],
@@ -79,25 +80,25 @@ MODES: Mapping[str, list[str]] = {
     "side": ["sweep.stack=false"],
     "one": ["sweep.stack=false", "sweep.jobs=1"],
 }
-# All jobs in one process on one thread, as the loop by hand is.
+# All jobs run in one process with one thread, like the loop by hand.
 ONE_CORE = ["sweep.stack=true", "sweep.jobs=1", "runtime.threads=1"]
 TITLES: Mapping[str, str] = {
-    "auto": "exp as it comes: sweep.stack=auto",
+    "auto": "exp, default: sweep.stack=auto",
     "stack": "exp: sweep.stack=true",
-    "side": "exp side by side: sweep.stack=false",
-    "one": "exp one by one: stack=false jobs=1",
+    "side": "exp, parallel jobs: sweep.stack=false",
+    "one": "exp, one job at a time: stack=false jobs=1",
     "stack_one": "exp, one core: stack=true jobs=1 threads=1",
     "plain": "(b) Hydra and Lightning",
-    "template": "(c) the form of lightning-hydra-template",
+    "template": "(c) as lightning-hydra-template",
     "bare": "(d) a loop by hand, no files",
     "bare_save": "(d') the same, last and best saved",
 }
-# Of a stacked sweep: what is done, which files say it, and which of them.
+# Stages of a stacked sweep: description, files that are written then, and which of their times counts.
 STAGES: Sequence[tuple[str, str, Callable[[Sequence[float]], float]]] = (
     ("the sweep has begun: sweep.json", "sweep.json", min),
-    ("all jobs are composed and checked, the first are given to their process: output.log", "*/output.log", min),
-    ("the first job's directory is there: config.yaml", "*/config.yaml", min),
-    ("the last job's directory is there", "*/config.yaml", max),
+    ("all jobs are composed and checked, the first process starts: output.log", "*/output.log", min),
+    ("the run directory of the first job exists: config.yaml", "*/config.yaml", min),
+    ("the run directory of the last job exists", "*/config.yaml", max),
     ("training has ended: the first last.ckpt", "*/checkpoints/last.ckpt", min),
     ("all are saved: the last last.ckpt", "*/checkpoints/last.ckpt", max),
     ("all are tested: the first report.json", "*/report.json", min),
@@ -110,13 +111,13 @@ CLOCKS = ("wall", "processor")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a command took, in seconds, and what it found. loss: the mean of the jobs' best validation losses."""
+    """Seconds of a command, and the mean of the best validation losses of its jobs."""
 
     wall: float
     processor: float
     training: float
     loss: float
-    measured: int = 0  # of how many jobs it was continued; 0: it was measured
+    measured: int = 0  # number of jobs from which the cost is extrapolated; 0 if all jobs were run
     place: Path | None = None
 
 
@@ -127,7 +128,7 @@ class Grid:
 
     @classmethod
     def of(cls, jobs: int) -> Grid:
-        """Of so many jobs, at least as many seeds as rates; the rates from 1e-4 to 1e-2."""
+        """Return a grid of `jobs` jobs with learning rates from 1e-4 to 1e-2 and at least as many seeds as rates."""
         count = max(one for one in range(1, math.isqrt(jobs) + 1) if jobs % one == 0)
         rates = [1e-3] if count == 1 else [float(f"{1e-4 * 100 ** (n / (count - 1)):.6g}") for n in range(count)]
         return cls(rates=rates, seeds=range(jobs // count))
@@ -141,17 +142,17 @@ class Grid:
 
 
 class Bench:
-    """Runs the commands, each in a folder of its own below one that is taken away at the end."""
+    """Runs commands, each in a new subfolder of a temporary folder."""
 
     def __init__(self, folder: Path, *, threads: int) -> None:
         self.threads, self._folder, self._count = threads, folder, 0
 
     def words(self, network: str) -> list[str]:
-        """The words that choose a network and its data."""
+        """Return the overrides that select a network and its data."""
         return [*NETWORKS[network], *([f"data.dataset.files={self._text}"] if network == "gpt" else [])]
 
     def data(self, network: str) -> Path:
-        """A file with the parts of a network's data, as exp divides them, for the programs that do not know exp."""
+        """Return the path of a file with exp's splits of a network's data, which the programs without exp read."""
         path = self._folder / ("text.pt" if network == "gpt" else "digits.pt")
         if not path.exists():
             write_data(path, self.words(network))
@@ -159,7 +160,7 @@ class Bench:
 
     @functools.cached_property
     def _text(self) -> Path:
-        """Characters of the standard library's sources, for twenty steps of training and five of each other part."""
+        """Return the path of a text of the standard library: 20 training steps, 5 steps of validation and of test."""
         from exp.data.text import Text
 
         path = self._folder / "text.txt"
@@ -167,12 +168,12 @@ class Bench:
         return path
 
     def exp(self, words: Sequence[str], *, jobs: int | None = None) -> Cost:
-        """A sweep of so many jobs; None: a single run."""
+        """Run exp.train: a sweep of `jobs` jobs, or a single run if it is None."""
         many = [] if jobs is None else ["-m"]
         wall, processor, place = self.timed([sys.executable, "-m", "exp.train", *many, *words])
         reports = reports_of(place)
         if len(reports) != (jobs or 1):
-            raise SystemExit(f"{place}: {len(reports)} reports of {jobs or 1} jobs that were completed")
+            raise SystemExit(f"{place}: {len(reports)} of {jobs or 1} jobs have a report with status completed")
         losses = [report["best"]["value"] for report in reports.values()]
         return Cost(
             wall=wall,
@@ -183,7 +184,11 @@ class Bench:
         )
 
     def other(self, name: str, grid: Grid, *, network: str, epochs: int) -> tuple[Cost, float]:
-        """A sweep of another contender; and the seconds of it that are before the first job and behind the last."""
+        """Run a sweep of a program of benchmarks/sweep_programs.
+
+        Returns:
+            cost of the sweep, and its seconds before the first job and after the last one
+        """
         if name.startswith("bare"):
             words = ["--data", str(self.data(network)), "--network", network, "--epochs", str(epochs)]
             words += ["--rates", ",".join(map(str, grid.rates)), "--seeds", ",".join(map(str, grid.seeds))]
@@ -203,7 +208,7 @@ class Bench:
         wall, processor, place = self.timed([sys.executable, str(PROGRAMS / program), *words])
         lines = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
         if len(lines) != grid.jobs:
-            raise SystemExit(f"{place}: {len(lines)} results of {grid.jobs} jobs")
+            raise SystemExit(f"{place}: {len(lines)} of {grid.jobs} jobs have a line in results.jsonl")
         cost = Cost(
             wall=wall,
             processor=processor,
@@ -214,7 +219,7 @@ class Bench:
         return cost, wall - (lines[-1]["ended"] - lines[0]["began"])
 
     def timed(self, command: Sequence[str]) -> tuple[float, float, Path]:
-        """Wall seconds, processor seconds, and the folder in which it ran."""
+        """Run a command in a new folder; return wall seconds, processor seconds and the folder."""
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()
@@ -233,7 +238,7 @@ class Bench:
 
 
 def write_data(path: Path, words: Sequence[str]) -> None:
-    """The parts of a config's data as exp divides them: inputs and targets of each."""
+    """Write inputs and targets of the splits of a config's data to a file."""
     import torch
     from torch.utils.data import default_collate
 
@@ -247,16 +252,16 @@ def write_data(path: Path, words: Sequence[str]) -> None:
 
 
 def reports_of(place: Path) -> dict[Path, dict[str, Any]]:
-    """By run directory the report of each completed job, in the order of the jobs."""
+    """Return the reports of all completed jobs by run directory, in the order of the jobs."""
     found = sorted(place.glob("outputs/**/report.json"), key=lambda path: int(re.split(r"\D", path.parent.name)[0]))
     reports = {path.parent: json.loads(path.read_text()) for path in found}
     return {directory: report for directory, report in reports.items() if report["status"] == "completed"}
 
 
 def trained(reports: Mapping[Path, Mapping[str, Any]]) -> float:
-    """The seconds of training alone: of stacks side by side the longer one's, of jobs that are not stacked the sum."""
+    """Return the seconds of training: the longest stack, or the sum over all jobs if they are not stacked."""
     seconds: dict[str, float] = defaultdict(float)
-    behind: dict[str, int] = defaultdict(int)  # members of a stack that has been counted
+    behind: dict[str, int] = defaultdict(int)  # further members of a stack whose time is already counted
     for directory, report in reports.items():
         told = re.search(r"trained in a stack of (\d+) jobs, in process (\d+)", (directory / "train.log").read_text())
         process = told[2] if told else ""
@@ -269,7 +274,7 @@ def trained(reports: Mapping[Path, Mapping[str, Any]]) -> float:
 
 
 def continued(cost: Cost, beside: float, *, measured: int, jobs: int) -> Cost:
-    """The cost of more jobs than were run. beside: seconds that are no job's."""
+    """Return the cost of `jobs` jobs, extrapolated from that of `measured` jobs; `beside`: seconds outside all jobs."""
     wall = beside + (cost.wall - beside) * jobs / measured
     scale = wall / cost.wall
     training = cost.training * jobs / measured
@@ -277,7 +282,12 @@ def continued(cost: Cost, beside: float, *, measured: int, jobs: int) -> Cost:
 
 
 def print_turns(turns: Sequence[Mapping[str, Cost]], bases: Sequence[str]) -> None:
-    """A line a contender. turns: the cost of each, by repetition. bases: those that others are held against."""
+    """Print a line per program.
+
+    Args:
+        turns: cost of each program, for each repetition
+        bases: programs with which the others are compared
+    """
     bases = [base for base in bases if base in turns[0]]
     letters = "".join(f"{'times faster than ' + TITLES[base][:3]:>23}" for base in bases)
     print(f"{'':44}{'wall, s':>9}{'processor, s':>14}{'training, s':>13}{'mean loss':>11}{letters}")
@@ -292,20 +302,20 @@ def print_turns(turns: Sequence[Mapping[str, Cost]], bases: Sequence[str]) -> No
             ratios = sorted(turn[base].wall / turn[name].wall for turn in turns)
             spread = f"({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(turns) > 1 else ""
             cells += f"{statistics.median(ratios):8.2f}{spread:>15}"
-        more = f"   continued from {own[0].measured} jobs" if own[0].measured else ""
+        more = f"   extrapolated from {own[0].measured} jobs" if own[0].measured else ""
         print(f"{TITLES[name]:44}{middle}{cells}{more}".rstrip(), flush=True)
 
 
 def grid_section(
     bench: Bench, options: argparse.Namespace, *, network: str, epochs: int, jobs: int, names: Sequence[str]
 ) -> None:
-    """All contenders of one grid, in turns."""
+    """Run all programs with one grid, alternately, and print their costs."""
     names = [name for name in names if not options.only or name in options.only]
     grid, turns = Grid.of(jobs), []
     words = [*bench.words(network), f"trainer.max_epochs={epochs}", *grid.words("optimizer.lr", "seed")]
     print(
         f"\n{network} on digits, {jobs} jobs ({len(grid.rates)} learning rates x {len(grid.seeds)} seeds) of {epochs} "
-        f"epochs, {options.repetitions} repetition(s) in turn",
+        f"epochs, {options.repetitions} alternating repetition(s)",
         flush=True,
     )
     for turn in range(options.repetitions):
@@ -327,17 +337,17 @@ def grid_section(
 
 
 def print_shares(turns: Sequence[Mapping[str, Cost]]) -> None:
-    """What the table does not say: auto against the best of the others, and training alone against the loop's."""
+    """Print how auto compares with the fastest other mode, and the training time of stacks with the loop by hand."""
     first = turns[0]
     others = [name for name in ("stack", "side", "one") if name in first]
     if "auto" in first and others:
         shares = {one: statistics.median(turn["auto"].wall / turn[one].wall for turn in turns) for one in others}
         best = max(others, key=lambda one: shares[one])
-        print(f"auto takes {shares[best]:.3f} of the time of the best of the others, {best}; asked for: {TOLERANCE}")
+        print(f"auto takes {shares[best]:.3f} of the time of the fastest other mode, {best}; limit: {TOLERANCE}")
     for name, base in itertools.product(("stack", "stack_one"), ("bare", "bare_save")):
         if name in first and base in first:
             share = statistics.median(turn[base].training / turn[name].training for turn in turns)
-            print(f"training alone, {TITLES[name]}: {share:.2f} times faster than {TITLES[base]}")
+            print(f"training time, {TITLES[name]}: {share:.2f} times as fast as {TITLES[base]}")
 
 
 def digits(bench: Bench, options: argparse.Namespace) -> None:
@@ -361,7 +371,7 @@ def auto(bench: Bench, options: argparse.Namespace) -> None:
     grid = Grid.of(options.auto_jobs)
     for kind in options.kinds:
         words = KINDS[kind]
-        print(f"\n{kind}, {grid.jobs} jobs: {' '.join(words)}, {options.repetitions} repetition(s) in turn", flush=True)
+        print(f"\n{kind}, {grid.jobs} jobs: {' '.join(words)}, {options.repetitions} repetition(s)", flush=True)
         turns = []
         for turn in range(options.repetitions):
             costs = {
@@ -374,10 +384,10 @@ def auto(bench: Bench, options: argparse.Namespace) -> None:
 
 
 def members(bench: Bench, options: argparse.Namespace) -> None:
-    """Stacks in one process, which differ in the seed alone, against one run; all on one thread."""
+    """Compare stacks of jobs with different seeds with a single run; each uses one process with one thread."""
     words = [*NETWORKS[options.network], f"trainer.max_epochs={options.epochs}", "runtime.threads=1"]
     print(f"\n{options.network} on digits, {options.epochs} epochs, one process on one thread: members of a stack")
-    print(f"{'':14}{'whole command, s':>18}{'a member more':>16}{'training, s':>15}{'a member more':>16}", flush=True)
+    print(f"{'':14}{'whole command, s':>18}{'per member':>16}{'training, s':>15}{'per member':>16}", flush=True)
     turns: list[dict[int, Cost]] = []
     for _ in range(options.repetitions):
         costs = {0: bench.exp(words)}
@@ -395,13 +405,15 @@ def members(bench: Bench, options: argparse.Namespace) -> None:
                 pairs = zip(seconds, alone, strict=True)
                 growth = f"{100 * statistics.median((many / one - 1) / (count - 1) for many, one in pairs):.1f} %"
             cells += f"{statistics.median(seconds):{18 if what == 'wall' else 15}.2f}{growth:>16}"
-        name = {0: "a run alone", 1: "a sweep of 1"}.get(count, f"{count} members")
+        name = {0: "a single run", 1: "a sweep of 1"}.get(count, f"{count} members")
         print(f"{name:14}{cells}", flush=True)
-    print("a member more: what it adds, as a share of the run alone; exp trains more than 64 in stacks of at most 64")
+    print(
+        "per member: time that each further member adds, as a share of the single run; a stack has at most 64 members"
+    )
 
 
 def local(bench: Bench, options: argparse.Namespace) -> None:
-    """Jobs on one thread, forked side by side."""
+    """Compare one and two jobs at a time, which are forked and have one thread each."""
     words = [*NETWORKS["mlp"], "runtime.threads=1", "sweep.stack=false"]
     trial = 40
     tried = bench.exp([*words, f"trainer.max_epochs={trial}", "seed=0,1", "sweep.jobs=1"], jobs=2)
@@ -419,20 +431,20 @@ def local(bench: Bench, options: argparse.Namespace) -> None:
             for jobs in ((1, 2) if turn % 2 == 0 else (2, 1))
         }
         turns.append(costs)
-    print(f"{'':24}{'wall, s':>9}{'processor, s':>14}{'a job, s':>10}{'its run, s':>12}{'beside it, s':>14}")
+    print(f"{'':24}{'wall, s':>9}{'processor, s':>14}{'a job, s':>10}{'its run, s':>12}{'the rest, s':>14}")
     for jobs in (1, 2):
         wall, processor = (statistics.median(getattr(turn[jobs], what) for turn in turns) for what in CLOCKS)
         found = [job_seconds(turn[jobs]) for turn in turns]
         whole, own = (statistics.median(column) for column in zip(*found, strict=True))
         print(f"{f'sweep.jobs={jobs}':24}{wall:9.2f}{processor:14.2f}{whole:10.2f}{own:12.2f}{whole - own:14.2f}")
     shares = sorted(turn[1].wall / turn[2].wall for turn in turns)
-    print(f"sweep.jobs=2 is {statistics.median(shares):.2f} times faster ({shares[0]:.2f} to {shares[-1]:.2f})")
+    print(f"sweep.jobs=2 is {statistics.median(shares):.2f} times as fast ({shares[0]:.2f} to {shares[-1]:.2f})")
     more = statistics.median((turn[1].wall - count * job_seconds(turn[1])[1]) / count for turn in turns)
-    print(f"of sweep.jobs=1, start-up of the sweep and its end in it: {more:.2f} s a job beside its run")
+    print(f"sweep.jobs=1: {more:.2f} s per job outside its run, with the start-up and the end of the sweep")
 
 
 def job_seconds(cost: Cost) -> tuple[float, float]:
-    """The mean of a job from start to end as the sweep's table has it, and of its run as its report has it."""
+    """Return the mean seconds of a job, from table.csv, and of its run, from report.json."""
     assert cost.place is not None
     (table,) = cost.place.glob("outputs/**/table.csv")
     with open(table, newline="") as file:
@@ -441,7 +453,7 @@ def job_seconds(cost: Cost) -> tuple[float, float]:
 
 
 def timeline(bench: Bench, options: argparse.Namespace) -> None:
-    """Of each stacked sweep in one process, by the times of its files."""
+    """Print the stages of each stacked sweep, by the modification times of its files."""
     for jobs in options.jobs:
         words = Grid.of(jobs).words("optimizer.lr", "seed")
         began = time.time()
@@ -456,11 +468,11 @@ def timeline(bench: Bench, options: argparse.Namespace) -> None:
             print(f"{choose(found) - began:9.2f}  {what}")
             if choose is max and pattern == "*/config.yaml":
                 print(f"{logged(cost.place) - began:9.2f}  all event files are open, training begins: train.log")
-        print(f"{ended - began:9.2f}  the end", flush=True)
+        print(f"{ended - began:9.2f}  the command has ended", flush=True)
 
 
 def logged(place: Path) -> float:
-    """When the last member's log was begun, right before its first step."""
+    """Return the time of the first line of the last train.log, which is written right before the first step."""
     lines = (path.read_text()[:23] for path in place.glob("outputs/train/sweeps/*/*/*/train.log"))
     return max(datetime.strptime(line, "%Y-%m-%d %H:%M:%S,%f").timestamp() for line in lines)
 
@@ -481,28 +493,26 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)}; all where none is named"
-    )
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"{', '.join(SECTIONS)}; default: all")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--jobs", type=numbers, default=[32, 128, 512], help="of digits and timeline")
-    parser.add_argument("--epochs", type=int, default=10, help="of digits, members and timeline")
-    parser.add_argument("--network", choices=("mlp", "small"), default="mlp", help="of digits, members and timeline")
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {', '.join(TITLES)}")
-    parser.add_argument("--extrapolate", action="store_true", help="(b) to (d) of more than --measured jobs")
+    parser.add_argument("--jobs", type=numbers, default=[32, 128, 512], help="jobs of digits and timeline")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of digits, members and timeline")
+    parser.add_argument("--network", choices=("mlp", "small"), default="mlp", help="for digits, members and timeline")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"programs to run: {', '.join(TITLES)}")
+    parser.add_argument("--extrapolate", action="store_true", help="extrapolate (b) to (d) above --measured jobs")
     parser.add_argument("--measured", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="of (b) to (d); 0: torch's own choice")
+    parser.add_argument("--threads", type=int, default=1, help="threads of (b) to (d); 0: torch's default")
     parser.add_argument("--lenet-jobs", type=int, default=32)
     parser.add_argument("--lenet-epochs", type=int, default=3)
     parser.add_argument("--auto-jobs", type=int, default=16)
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="of auto")
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="networks of auto")
     parser.add_argument("--members", type=numbers, default=[1, 10, 50, 100])
     parser.add_argument("--local-jobs", type=int, default=16)
     parser.add_argument("--local-seconds", type=float, default=5.0)
     options = parser.parse_args()
     unknown = [*{*options.sections} - {*SECTIONS}, *{*(options.only or ())} - {*TITLES}]
     if unknown:
-        parser.error(f"{unknown[0]} is not known: {', '.join(SECTIONS)}; --only {', '.join(TITLES)}")
+        parser.error(f"unknown name {unknown[0]}; sections: {', '.join(SECTIONS)}; --only: {', '.join(TITLES)}")
     with tempfile.TemporaryDirectory(prefix="sweep-") as folder:
         bench = Bench(Path(folder), threads=options.threads)
         for name in options.sections or SECTIONS:

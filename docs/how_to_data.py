@@ -1,6 +1,6 @@
-"""Makes the files that docs/how-to.md trains on, below ./data: python docs/how_to_data.py
+"""Data of docs/how-to.md. `python docs/how_to_data.py` writes the files to ./data.
 
-All of it comes from data sets that the package scikit-learn brings, or is drawn from a seed.
+They are made from data sets of scikit-learn, or from random numbers with a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def write(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) ->
 
 
 def patients(folder: Path) -> None:
-    """Cells of 569 patients, the laboratory they came from, and a tenth of all values missing."""
+    """Write measurements of cells of 569 patients and the laboratory; a tenth of the values are missing."""
     data, draw = datasets.load_breast_cancer(), np.random.default_rng(0)
     laboratory = np.where(draw.random(569) < 0.5 + 0.3 * data.target, "north", "south")
     names = [name.replace(" ", "_") for name in data.feature_names[:8]]
@@ -34,7 +34,7 @@ def patients(folder: Path) -> None:
 
 
 def pictures(folder: Path) -> None:
-    """600 handwritten digits as PNG files, a folder for each class."""
+    """Write 600 handwritten digits as PNG files, with one folder per class."""
     data = datasets.load_digits()
     for number, (pixels, kind) in enumerate(zip(data.images[:600], data.target[:600], strict=True)):
         path = folder / "pictures" / str(kind) / f"{number:03}.png"
@@ -43,7 +43,7 @@ def pictures(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """100 days of an hourly load: a day's and a week's wave, noise that remembers, and the temperature."""
+    """Write the hourly load and temperature of 100 days: a daily and a weekly wave with autocorrelated noise."""
     draw, hours = np.random.default_rng(1), np.arange(2400)
     noise = np.zeros(2400)
     for hour in range(1, 2400):
@@ -55,7 +55,7 @@ def load(folder: Path) -> None:
 
 
 def wines(folder: Path) -> None:
-    """178 wines: eleven measurements, the cultivar, and the alcohol in per cent."""
+    """Write eleven measurements, cultivar and alcohol in percent of 178 wines."""
     data = datasets.load_wine()
     rows = [[*values[1:12], f"cultivar_{kind}", values[0]] for values, kind in zip(data.data, data.target, strict=True)]
     names = [name.replace("/", "_") for name in data.feature_names[1:12]]
@@ -63,7 +63,7 @@ def wines(folder: Path) -> None:
 
 
 def rare(folder: Path) -> None:
-    """2,000 rows of six numbers, of which every twentieth is a fraud."""
+    """Write 2,000 rows of six numbers, of which 5 percent have the class fraud."""
     x, y = datasets.make_classification(
         2000, 6, n_informative=4, n_clusters_per_class=1, weights=[0.95], flip_y=0.01, class_sep=1.0, random_state=2
     )
@@ -73,7 +73,7 @@ def rare(folder: Path) -> None:
 
 
 def noisy(folder: Path) -> None:
-    """1,500 points of a sine whose noise grows with x."""
+    """Write 1,500 points of a sine with noise that grows with x."""
     draw = np.random.default_rng(3)
     x = draw.uniform(-2, 2, 1500)
     y = np.sin(3 * x) + (0.1 + 0.2 * (x + 2)) * draw.standard_normal(1500)
@@ -81,7 +81,7 @@ def noisy(folder: Path) -> None:
 
 
 def documents(folder: Path) -> None:
-    """What scikit-learn says of its linear models, as one text of some 200,000 characters."""
+    """Write the docstrings of scikit-learn's linear models as one text of about 200,000 characters."""
     said = [inspect.getdoc(getattr(linear_model, name)) for name in linear_model.__all__]
     (folder / "documents.txt").write_text("\n\n".join(filter(None, said)), encoding="utf-8")
 

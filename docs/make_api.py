@@ -1,4 +1,4 @@
-"""The site's page api.md, made from docstrings. `python docs/make_api.py` prints it."""
+"""Page api.md of the site, made from docstrings. `python docs/make_api.py` prints it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = """# API: Python functions, and classes for a `_target_`
 *Reference*: classes, functions and their parameters. Made from docstrings by `python docs/make_api.py`.
 The config's keys are in [configuration](configuration.md).
 """
-# Base classes for a user's classes, whose methods are listed.
+# Base classes of users' classes. The page lists their methods.
 BASES = [
     "exp.hooks.hook.Hook",
     "exp.hooks.step.Step",
@@ -24,10 +24,10 @@ BASES = [
     "exp.objectives.objective.Term",
     "exp.data.data.Data",
 ]
-# Classes whose modules import the package of an extra, which may not be installed.
+# Classes that are not listed, because their modules import a package of an extra that may not be installed.
 OF_EXTRAS = {"exp.extras.mlflow.mlflow_store.MlflowLogger", "exp.extras.wandb.wandb_run.WandbLogger"}
 TARGET = re.compile(r"_target_: *(exp\.[\w.]+)")
-# Sections of a docstring in Google's style, and an item of one.
+# Header of a section in a Google-style docstring, and an item of a section.
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Shape|Yields):")
 ITEM = re.compile(r" {4}(\w+(?:, \w+)*): +(.*)")
 # `name: meaning` at the beginning of a line of a docstring without sections.
@@ -59,7 +59,7 @@ def _bases() -> Iterator[str]:
 
 
 def _targets() -> Iterator[str]:
-    """Yield the classes of the options in conf/, each in the first group that has it."""
+    """Yield an entry for each class in a `_target_` of conf/, under the first config group that uses it."""
     seen = OF_EXTRAS.union(BASES)
     for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
         options: dict[str, list[str]] = {}

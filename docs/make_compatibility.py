@@ -1,4 +1,4 @@
-"""The site's page compatibility.md, made from declared traits and needs: python docs/make_compatibility.py"""
+"""Page compatibility.md of the site, made from traits and needs. `python docs/make_compatibility.py` prints it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ HEAD = """# Compatibility
 *Reference*: the traits of each strategy, the needs of hooks, losses, callbacks and optimizers, and the strategies that
 each hook supports. Made from their declarations by `python docs/make_compatibility.py`.
 
-A strategy has **traits**, a hook, a term of the objective, a callback or an optimizer has **needs**, and one table,
-in `src/exp/check/compatibility.py`, says which trait excludes which need and why. A part is judged by its class,
-never by its name: a subclass of a strategy, one under another `strategy.name`, and Lightning's own are judged alike.
-Every conflict is an error of [the check](configuration.md#the-check), which comes before anything is built.
+A strategy has **traits**. A hook, a term of the objective, a callback or an optimizer has **needs**. A table in
+`src/exp/check/compatibility.py` defines which trait excludes which need, and the reason. Traits and needs belong to
+classes: a subclass of a strategy has the traits of its base class under any `strategy.name`, and Lightning's strategies
+have traits, too. [The check](configuration.md#the-check) reports each conflict as an error before training.
 
-The table decides what depends on one need and one trait. What depends on the values of options is decided by the part
-itself (`Hook.errors`, `Strategy.errors`), and reported in the same list of errors. So the last word on a combination
-is that of `python -m exp.check OVERRIDES`.
+The table covers conflicts of one need and one trait. Conflicts that depend on the values of options are found by the
+methods `Hook.errors` and `Strategy.errors`, and the check reports them in the same list. To check a combination, run
+`python -m exp.check OVERRIDES`.
 """
-# Options that give a strategy of conf/strategy other traits.
+# Overrides that change the traits of a strategy of conf/strategy.
 OPTIONS = (
     "strategy=hybrid strategy.data=shard",
     "strategy=hybrid strategy.tensor=1 strategy.pipeline=2",
     "strategy=pipeline strategy.stages=2",
 )
 OF_LIGHTNING = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-# Words of EXCLUDED that are no trait of a strategy: how the config says them.
+# Text in the page for the keys of EXCLUDED that are not traits of a strategy.
 SWITCHES = {
     "ranks": "several ranks",
     "compile": "`runtime.compile=true`",
@@ -65,7 +65,7 @@ def _strategies() -> Iterator[str]:
     for name in OF_LIGHTNING:
         kind = getattr(lightning_strategies, name)
         yield f"| Lightning's `{name}` | {_listed(traits_of(kind.__new__(kind)))} |"
-    yield "\nA strategy of your own sets them as class attributes: see `Strategy` in [the API](api.md).\n"
+    yield "\nA custom strategy sets its traits as class attributes: see `Strategy` in [the API](api.md).\n"
 
 
 def _meanings() -> dict[str, str]:
@@ -76,9 +76,9 @@ def _meanings() -> dict[str, str]:
 
 
 def _needs() -> Iterator[str]:
-    yield "## Needs, and what excludes them\n"
-    yield "The needs of hooks come first; the rest are those of terms, phases, compilation, callbacks and optimizers.\n"
-    yield "| need | meaning | excluded by | what the check says |\n|---|---|---|---|"
+    yield "## Needs and the traits that exclude them\n"
+    yield "The needs of hooks come first. Those of terms, phases, compilation, callbacks and optimizers follow.\n"
+    yield "| need | meaning | excluded by | reason in the error message |\n|---|---|---|---|"
     for need, meaning in NEEDS.items():
         reasons: dict[str, list[str]] = {}
         for trait in EXCLUDED.get(need, ()):
@@ -94,7 +94,7 @@ def _callbacks() -> Iterator[str]:
     yield "## Callbacks that no run supports\n\n| callback | effect | alternative |\n|---|---|---|"
     yield from (f"| `{kind.__name__}` | {why.removeprefix('which ')} | {fix} |" for kind, (why, fix) in REFUSED.items())
     kept = ", ".join(f"`{kind.__name__}`" for kind in LEAVING_WEIGHTS)
-    yield "\nOther callbacks may change weights after a validation. exp then holds a copy of the validated weights for"
+    yield "\nOther callbacks may change weights after a validation. exp then keeps a copy of the validated weights for"
     yield f"`best.ckpt`. These callbacks need no copy: {kept}.\n"
 
 
@@ -104,7 +104,7 @@ def _hooks() -> Iterator[str]:
     yield from (f"| `{name}` | {_listed(hook.all_needs)} |" for name, hook in hooks.items())
     numbers = {trait: number for number, trait in enumerate(_excluding(hooks, [*TRAITS, *SWITCHES]), start=1)}
     yield "\n## Hooks and strategies\n"
-    yield "A number names the trait that excludes the hook, listed at the end. With * a hook judges more.\n"
+    yield "A number refers to the excluding trait in the list at the end. A hook with * also checks its options.\n"
     yield from _table(hooks, {words.removeprefix("strategy="): traits for words, traits in strategies.items()}, numbers)
     yield "\n## Hooks and the rest of a run\n"
     yield from _table(hooks, {SWITCHES[word]: frozenset({word}) for word in SWITCHES if word in numbers}, numbers)
@@ -125,13 +125,13 @@ def _table(
 
 
 def _excluding(hooks: Mapping[str, Hook], traits: list[str]) -> list[str]:
-    """Of these traits those that exclude a need of one of the hooks, in their order."""
+    """Return the traits that exclude a need of one of the hooks, in the order of `traits`."""
     needs = frozenset().union(*(hook.all_needs for hook in hooks.values()))
     return [trait for trait in traits if any(trait in EXCLUDED.get(need, ()) for need in needs)]
 
 
 def _chosen() -> dict[str, frozenset[str]]:
-    """The traits of every strategy of conf/strategy, and of those options that change them."""
+    """Return the traits for each option of conf/strategy and for each entry of OPTIONS."""
     words = sorted([f"strategy={path.stem}" for path in (ROOT / "conf" / "strategy").glob("*.yaml")] + list(OPTIONS))
     return {one: traits_of(build_strategy(settings_of(_plain(one.split())))) for one in words}
 

@@ -1,7 +1,7 @@
-"""The site's gallery, one page for each experiment. `python docs/make_gallery.py [NAME ...]` draws its pictures.
+"""Gallery of the site with one page per experiment. `python docs/make_gallery.py [NAME ...]` draws its pictures.
 
 A page shows conf/experiment/NAME.yaml and the docstring of its test in tests/gallery. A picture shows a run of the
-whole experiment, or its first minute, and needs the extra `report`.
+experiment, up to its first minute. Drawing pictures needs the extra `report`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FAMILIES = {
     "vmap_ensembles",
     "Parts of a run": "initialisation finetune_frozen checkpoint_components memory_four_parts",
 }
-# The tag of metrics.csv in the second plot of a picture.
+# Tag of metrics.csv that the second plot of a picture shows.
 SECOND_CURVES = {
     "amp_fp16": "precision/loss_scale",
     "two_models_two_losses": "precision/loss_scale",
@@ -82,7 +82,7 @@ def pages() -> dict[str, str]:
 
 
 def _numbers() -> Iterator[tuple[str, str]]:
-    """Yield the name and the docstring of each test of an experiment."""
+    """Yield name and docstring of each experiment's test."""
     for path in sorted(TESTS.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
@@ -181,7 +181,7 @@ def _shown(axes: Any, picture: Any) -> None:
 
 
 def _network(directory: Path) -> tuple[Any, Any]:
-    """The trained network of a run in evaluation, and inputs `[32, ...]` of its test part."""
+    """Return the trained network of a run in evaluation mode, and inputs `[32, ...]` of its test split."""
     import torch
 
     from exp.config.frozen import read_frozen
@@ -199,7 +199,7 @@ def _network(directory: Path) -> tuple[Any, Any]:
 
 
 def _grid(pictures: Any, columns: int) -> Any:
-    """Pictures `[N, H, W]` in rows, with a line between."""
+    """Return pictures `[N, H, W]` as one picture with `columns` per row and a line between them."""
     import torch
 
     padded = torch.nn.functional.pad(pictures, (0, 1, 0, 1), value=float(pictures.max()))
@@ -216,7 +216,10 @@ def _generated(directory: Path) -> Any:
 
 
 def _pairs(directory: Path) -> Any:
-    """Rows of what the network was given, what it made of it, and what there was."""
+    """Return a picture with a row of the network's outputs and a row of its inputs.
+
+    For super_resolution, a row of the inputs in half the resolution comes first.
+    """
     import torch
     from torch.nn.functional import avg_pool2d, interpolate
 
@@ -247,7 +250,7 @@ OUTPUTS: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    """Draw the pictures of the named experiments, or of all."""
+    """Draw the pictures of the experiments on the command line, or of all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", metavar="NAME")
     names: list[str] = parser.parse_args().names

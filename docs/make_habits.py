@@ -1,4 +1,4 @@
-"""The site's page habits.md, made from tests/config/habits.txt. `python docs/make_habits.py` prints it."""
+"""Page habits.md of the site, made from tests/config/habits.txt. `python docs/make_habits.py` prints it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "config" / "habits.txt"
-HEAD = """# Habits: what Hydra, Lightning and lightning-hydra-template have you type
+HEAD = """# Habits: commands of Hydra, Lightning and lightning-hydra-template
 
 *Reference*: commands of other programs, and what to write in exp.
 
-Most of them run unchanged. The others end with exit status 2 and a command that runs, which you can paste:
+Most of the commands run unchanged. The others end with exit status 2 and print a command that runs:
 
     python -m exp.train trainer=ddp          # ... Write strategy=ddp
 
 The tables are made from `tests/config/habits.txt` by `python docs/make_habits.py`. A test runs each line, applies the
-fix of the message, and compares the result with this table and with the check. For a sweep it compares what all jobs
-share. The left column follows `python train.py`, `main.py` or `my_app.py`, the right column follows `python -m
-exp.train`. Quotes are for a shell. In the test, `./conf` has a group `db` and a primary config `small`. [From
-lightning-hydra-template](from-lightning-hydra-template.md) describes a whole project, and
-[configuration](configuration.md#custom-values-groups-and-functions) custom values, groups and resolvers.
+fix of the message, and compares the result with this table and with the check. For a sweep, the test compares the
+values that all jobs share. The left column follows `python train.py`, `main.py` or `my_app.py`. The right column
+follows `python -m exp.train`. Quotes are for a shell. In the test, `./conf` has a group `db` and a primary config
+`small`. [From lightning-hydra-template](from-lightning-hydra-template.md) describes a whole project. See
+[configuration](configuration.md#custom-values-groups-and-functions) for custom values, groups and resolvers.
 """
 WORDS = {"runs": "runs", "leave out": "leave it out"}
 

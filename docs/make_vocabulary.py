@@ -1,4 +1,4 @@
-"""The site's page vocabulary.md, made from models/vocabulary.py. `python docs/make_vocabulary.py` prints it."""
+"""Page vocabulary.md of the site, made from models/vocabulary.py. `python docs/make_vocabulary.py` prints it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ HEAD = """# Vocabulary of forward programs
 *Reference*: the functions, methods and attributes of a [forward program](models.md#the-forward-program), and the
 names that are not supported. Made from models/vocabulary.py by `python docs/make_vocabulary.py`.
 
-The list has the pure operators of torch's database of tests (`op_db`): they take tensors and numbers, return new
-ones, and change nothing. tests/models/test_against_torch.py calls each of them in a program, as a function and as a
-method. Outputs and gradients equal those of torch bit for bit: [tested](tested.md).
+The list has the pure operators of `op_db`, torch's database of operator tests. A pure operator takes tensors and
+numbers, returns new ones, and changes nothing. tests/models/test_against_torch.py calls each operator in a program, as
+a function and as a method. Outputs and gradients equal those of torch bit for bit: [tested](tested.md).
 
-A name that is neither on the list nor defined by the program is an error before the run, with the nearest spelling.
+A name that is neither on the list nor defined by the program is an error before the run. The error suggests the nearest
+spelling.
 """
 HOMES = (
     ("torch", "`relu(x)` or `torch.relu(x)`", vocabulary.TORCH_FUNCTIONS),
@@ -31,7 +32,7 @@ HOMES = (
     ("torch.signal.windows", "`signal.windows.hann(16)`", vocabulary.WINDOWS),
     ("math", "`math.sqrt(width)`, on numbers", vocabulary.MATHEMATICS),
 )
-# Groups of listed names with a property to know.
+# Functions of the list with a special property: title, property, names.
 NOTES = (
     (
         "Random",
@@ -83,7 +84,7 @@ def _inside() -> Iterator[str]:
         ("dtypes, `torch.float32`", vocabulary.DTYPES),
         ("memory formats, `torch.channels_last`", vocabulary.MEMORY_FORMATS),
         ("numbers, `torch.pi`", vocabulary.TORCH_NUMBERS),
-        ("torch's own forms, `torch.conv2d`", vocabulary.TORCH_FORMS),
+        ("names of torch for functions of `torch.nn.functional`, `torch.conv2d`", vocabulary.TORCH_FORMS),
         ("functions of Python", vocabulary.BUILTINS),
         ("methods of lists, dicts and containers of layers", vocabulary.CONTAINER_METHODS),
     ):
@@ -92,13 +93,13 @@ def _inside() -> Iterator[str]:
 
 
 def _notes() -> Iterator[str]:
-    yield "## Notes\n\n| functions | they | names |\n|---|---|---|"
+    yield "## Notes\n\n| functions | property | names |\n|---|---|---|"
     for title, why, words in NOTES:
         yield f"| {title} | {why} | {_listed(_known(words.split()))} |"
     modal = sorted(vocabulary.NEEDS_TRAINING)
     yield f"| With a training mode | are errors without `training=training` | {_listed(modal)} |"
     writing = [f"{name}({written}=...)" for name, (written, _, _) in vocabulary.WRITES.items()]
-    yield f"| Writing, with an argument | are errors with it, as with `inplace=True` and `out=` | {_listed(writing)} |"
+    yield f"| Writing, with an argument | are errors with it, with `inplace=True` and `out=` | {_listed(writing)} |"
     yield ""
 
 

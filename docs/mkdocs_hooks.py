@@ -1,4 +1,4 @@
-"""The site's hooks: README.md is its first page, and pages about the code are made from it."""
+"""Hooks of MkDocs, which add README.md as the first page, and the pages that are made from code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[([^]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# ```yaml conf/model/mine.yaml: a block that is a file, which the tests write; the page names it in a line above.
+# ```yaml conf/model/mine.yaml: a block with the content of a file, which tests write. The text above it names the file.
 FILE = re.compile(r"^```(\w+) (\S+)$", re.MULTILINE)
 MADE = ("api", "compatibility", "habits", "vocabulary")
 
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace links to files outside docs/ by their words, and drop file names from code blocks."""
     docs = ROOT / "docs"
     place = (docs / page.file.src_uri).parent
-    # index.md is README.md, whose other links are relative to the repository's root.
+    # index.md is README.md, and its links are relative to the repository's root.
     origin = ROOT if page.file.src_uri == "index.md" else place
 
     def linked(match: re.Match[str]) -> str:

@@ -1,10 +1,10 @@
-"""Makes the pictures of docs/tensorboard.md and docs/sweeps.md: a grid of 12 small runs, a search of 12 trials, an MLP,
-a GPT, the dashboards, and a headless Chromium.
+"""Screenshots of docs/tensorboard.md and docs/sweeps.md.
 
     python docs/screenshot.py [--folder docs] [--only tensorboard_hparams] [override ...]
 
-It trains in a temporary folder for about a minute, needs `chromium` (Debian: apt-get install chromium), and ends
-what it starts. Where the command optuna-dashboard is not found, its picture is left out.
+The program trains in a temporary folder for about a minute: a grid of 12 small runs, a search of 12 trials, an MLP and
+a GPT. It starts the dashboards and takes the screenshots with headless Chromium (Debian: apt-get install chromium). If
+optuna-dashboard is not installed, the program skips its picture.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUNS = (
         *("trainer.limit_test_batches=10", "hydra.run.dir=outputs/gpt/09-41-00"),
     ),
 )
-# Not on the command line, which HParams shows.
+# Written to a file, because HParams would show these settings if they were on the command line.
 EXPERIMENT = """# @package _global_
 # A small convolutional network, with pictures of what it sees: experiment=pictures
 defaults:
@@ -67,7 +67,7 @@ hooks:
 IMAGES = r"^(confusion|features|samples)/"
 HEAT_MAPS = r"^(gradients|activations)/"
 OVERVIEW = "data/plugin/exp/overview"
-# The name of each picture: the sweep or the job below outputs/, what to put behind the address, and the window's size.
+# Name of each picture: folder in outputs/, end of the address in the dashboard, and size of the window in pixels.
 PICTURES = {
     "tensorboard_overview": ("mlp", OVERVIEW, "1500,1240"),
     "tensorboard_scalars": ("digits", OVERVIEW, "1500,1040"),
@@ -80,7 +80,7 @@ PICTURES = {
     "sweep_hparams": ("search", "#hparams", "1840,740"),
 }
 OPTUNA = "sweep_optuna_dashboard"
-# Without --disable-3d-apis the charts stay empty: there is no GPU to draw them.
+# Without --disable-3d-apis the charts stay empty on a machine without a GPU.
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-3d-apis", "--hide-scrollbars")
 
 
@@ -96,7 +96,7 @@ def train(folder: Path, overrides: list[str]) -> None:
 
 @contextlib.contextmanager
 def dashboard(folder: Path, shown: str) -> Iterator[str]:
-    """Its address, as long as the context is open. The page shows the path as it is given here."""
+    """Run the dashboard of outputs/`shown` and yield its address; the page shows this path."""
     command = [sys.executable, "-m", "exp.dashboard", f"outputs/{shown}", "--port", "0", "--no-browser"]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
@@ -110,7 +110,7 @@ def dashboard(folder: Path, shown: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def optuna_dashboard(folder: Path, command: str) -> Iterator[str]:
-    """The address of the search's study, as long as the context is open."""
+    """Run optuna-dashboard for the search and yield the address of its study."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -129,14 +129,14 @@ def optuna_dashboard(folder: Path, command: str) -> Iterator[str]:
 
 
 def wait_for(address: str, server: subprocess.Popen, seconds: float = 60) -> None:
-    """Until a dashboard answers there, and TensorBoard has found a run."""
+    """Wait until a dashboard answers and TensorBoard has found a run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as reply:
             if reply.read().strip() != b"[]":
                 return
         time.sleep(0.5)
-    raise SystemExit(f"nothing was shown at {address} in {seconds:.0f} s")
+    raise SystemExit(f"{address} has shown no run after {seconds:.0f} s")
 
 
 def photograph(address: str, output: Path, *, size: str) -> None:
@@ -149,7 +149,7 @@ def photograph(address: str, output: Path, *, size: str) -> None:
              f"--screenshot={output.resolve()}", address],
             check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-    # The colours of a chart are few: a third of the size, and no difference to see.
+    # Charts have few colors: 128 colors look the same and make the file a third as large.
     with Image.open(output) as picture:
         picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(output, optimize=True)
     print(f"{output}: {output.stat().st_size // 1000} kB")
@@ -159,8 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
     parser.add_argument("--only", choices=(*PICTURES, OPTUNA))
-    parser.add_argument("--trained", type=Path, help="a folder in which outputs/ is there already")
-    parser.add_argument("overrides", nargs="*", help="of the trainings, such as trainer.max_epochs=30")
+    parser.add_argument("--trained", type=Path, help="a folder with the outputs/ of an earlier call; no training")
+    parser.add_argument("overrides", nargs="*", help="overrides of all runs, such as trainer.max_epochs=30")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.trained or Path(name)
@@ -170,7 +170,7 @@ def main() -> None:
             output = arguments.folder / f"{picture}.png"
             if picture == OPTUNA:
                 if (command := shutil.which("optuna-dashboard")) is None:
-                    print("optuna-dashboard is not installed: its picture is left out")
+                    print("optuna-dashboard is not installed: its picture is skipped")
                     continue
                 with optuna_dashboard(folder, command) as address:
                     photograph(address, output, size="1500,1240")

@@ -1,4 +1,4 @@
-"""A LightningModule and a LightningDataModule in the form of lightning-hydra-template."""
+"""LightningModule and LightningDataModule in the form of lightning-hydra-template."""
 
 import lightning.pytorch as pl
 import torch

@@ -1,4 +1,4 @@
-"""A data set, a layer and a hook next to ./conf."""
+"""Data set, layer and hook of a user, in a file next to ./conf."""
 
 import torch
 from exp.hooks.hook import Hook

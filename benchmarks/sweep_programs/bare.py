@@ -1,11 +1,12 @@
-"""A sweep by hand: one process, a PyTorch loop for each job after the other, no framework.
+"""Sweep by hand: one process without a framework, which trains the jobs one after the other in a PyTorch loop.
 
     python bare.py --data digits.pt --network mlp --epochs 10 --rates 1e-3,3e-3 --seeds 0,1 [--save] [--events]
         [--threads 1] [--batches 2] [--without-ends]
 
---save: write last.pt and best.pt of each job, last at each epoch and best where it got better. --events: write loss and
-gradient norm of each step, and loss and accuracy of each validation, for TensorBoard; else nothing is logged.
---batches: of an epoch; all where it is not given. --without-ends: neither validate nor save at an epoch's end.
+--save: write last.pt of each job at each epoch, and best.pt if the validation loss is lower than before. --events:
+write loss and gradient norm of each step, and loss and accuracy of each validation, for TensorBoard. Without it,
+nothing is logged. --batches: training batches per epoch, all by default. --without-ends: neither validate nor save at
+the end of an epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn import functional
 
 @torch.no_grad()
 def evaluate(net: nn.Module, loader: Batches) -> tuple[float, float]:
-    """The mean loss and the accuracy."""
+    """Return the mean loss and the accuracy."""
     net.eval()
     loss, right, count = 0.0, 0, 0
     for inputs, target in loader:
@@ -38,7 +39,7 @@ def evaluate(net: nn.Module, loader: Batches) -> tuple[float, float]:
 
 
 def warm_up() -> None:
-    """What torch imports at the first step is no job's."""
+    """Make one optimizer step, so that the imports of torch's first step are not part of a job's time."""
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()
     torch.optim.AdamW([weight]).step()

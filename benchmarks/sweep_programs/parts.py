@@ -1,4 +1,4 @@
-"""What the programs that benchmarks/sweep.py measures share: the networks of conf/model by hand, and the data."""
+"""Networks of conf/model by hand, data loaders and results of the programs that benchmarks/sweep.py measures."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 Batches = DataLoader[tuple[Tensor, ...]]
 BATCH_SIZE = 64
-# Where a program that has no better place writes a line for each job, in the current folder.
+# File in the current folder to which a program writes one line per job.
 RESULTS = "results.jsonl"
 
 
-# What a network tells apart: digits, or characters and the unknown one.
+# Number of classes: digits, or 64 characters and one class for all others.
 CLASSES = {"mlp": 10, "small": 10, "lenet": 10, "gpt": 65}
 
 
 class Block(nn.Module):
-    """A block of conf/model/mlp.yaml."""
+    """Block of conf/model/mlp.yaml."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """A block of conf/model/gpt.yaml."""
+    """Block of conf/model/gpt.yaml."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class AttentionBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """conf/model/gpt.yaml, with the classes in the second place as torch's cross entropy wants them: `[B, C, T]`."""
+    """Network of conf/model/gpt.yaml with outputs `[B, C, T]`, the order of axes that torch's cross entropy expects."""
 
     def __init__(self, *, classes: int, block_size: int = 64, width: int = 64, heads: int = 4, blocks: int = 2) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GPT(nn.Module):
 
 
 def network(name: str) -> nn.Module:
-    """conf/model/NAME.yaml by hand, mlp, lenet, gpt; or small, the MLP 64-128-10 of benchmarks/loop.py."""
+    """Return the network of conf/model/NAME.yaml for mlp, lenet or gpt, or the MLP 64-128-10 for small."""
     if name == "gpt":
         return GPT(classes=CLASSES[name])
     if name == "small":
@@ -88,11 +88,11 @@ def network(name: str) -> nn.Module:
             *(nn.Conv2d(6, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
             *(nn.Linear(64, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
         )
-    raise SystemExit(f"{name} is none of mlp, small, lenet, gpt")
+    raise SystemExit(f"unknown network {name}; expected: mlp, small, lenet, gpt")
 
 
 def loaders(path: str | Path) -> tuple[Batches, Batches, Batches]:
-    """Stock DataLoaders of training, validation and test, from a file that benchmarks/sweep.py has written."""
+    """Return stock DataLoaders of the training, validation and test splits in a file written by benchmarks/sweep.py."""
     parts = torch.load(path, weights_only=True)
     train, val, test = (
         DataLoader(TensorDataset(*parts[stage]), batch_size=BATCH_SIZE, shuffle=stage == "train")
@@ -102,7 +102,14 @@ def loaders(path: str | Path) -> tuple[Batches, Batches, Batches]:
 
 
 def note(*, began: float, ended: float, loss: float, accuracy: float) -> None:
-    """One more job is done. began, ended: by time.time. loss: the best of validation. accuracy: of the test."""
+    """Append the result of a job to RESULTS.
+
+    Args:
+        began: time.time() at the start of the job
+        ended: time.time() at its end
+        loss: best validation loss
+        accuracy: accuracy of the test
+    """
     line = {"began": began, "ended": ended, "loss": loss, "accuracy": accuracy}
     with open(RESULTS, "a") as file:
         print(json.dumps(line), file=file)

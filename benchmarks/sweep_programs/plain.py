@@ -1,8 +1,8 @@
-"""A sweep by Hydra's basic launcher over a plain Lightning script, as the two documentations show it.
+"""Sweep with Hydra's basic launcher and a plain Lightning script, as the documentation of Hydra and Lightning shows.
 
     python plain.py -m data=digits.pt network=mlp epochs=10 lr=1e-3,3e-3 seed=0,1 [threads=1]
 
-In favour of it there are no progress bar, no summary and no batches of a sanity check.
+Progress bar, model summary and sanity check are off, which makes it faster.
 """
 
 from __future__ import annotations

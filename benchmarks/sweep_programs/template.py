@@ -1,12 +1,12 @@
-"""A sweep in the form of lightning-hydra-template, by Hydra's basic launcher.
+"""Sweep with Hydra's basic launcher and a script in the form of lightning-hydra-template.
 
     python template.py -m data.path=digits.pt model.network=mlp trainer.max_epochs=10
         model.optimizer.lr=1e-3,3e-3 seed=0,1
 
-Its form as far as it costs time: everything is instantiated from the config; a module with torchmetrics' means,
-accuracies and maximum; early stopping with a patience of 100, a summary and a progress bar by rich; the config printed
-as a tree and logged as hyperparameters; a task around the training that logs where its output is. TensorBoard is its
-logger, for the others have one. In favour of it there is no batch of a sanity check.
+The script has the parts of the template that take time: all objects are instantiated from the config; the module has
+torchmetrics' means, accuracies and maximum; early stopping with a patience of 100; summary and progress bar by rich;
+the config is printed as a tree and logged as hyperparameters; a function around the training logs the output folder. It
+logs to TensorBoard, as the other programs do. The sanity check is off, which makes it faster.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class DigitsData(L.LightningDataModule):
 class Classifier(L.LightningModule):
     def __init__(self, *, network: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         super().__init__()
-        # Hydra 1.3.8 makes of _partial_ what torch's safe loading refuses in a checkpoint.
+        # Hydra 1.3.8 makes a partial of the optimizer, which torch.load with weights_only=True refuses in a checkpoint.
         self.save_hyperparameters(logger=False, ignore=["optimizer"])
         self.net, self.optimizer = made(network), optimizer
         self.criterion = torch.nn.CrossEntropyLoss()
@@ -199,7 +199,7 @@ def several(nodes: DictConfig) -> list[Any]:
 def log_hyperparameters(
     config: DictConfig, model: L.LightningModule, trainer: L.Trainer, loggers: Iterable[Logger]
 ) -> None:
-    """The config's parts and the numbers of parameters, to each logger."""
+    """Log sections of the config and the numbers of parameters with each logger."""
     values: dict[str, Any] = {}
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
@@ -232,7 +232,7 @@ def train(config: DictConfig) -> tuple[dict[str, Any], float]:
 
 
 def as_task(config: DictConfig) -> tuple[dict[str, Any], float]:
-    """The training with what a sweep wants around it: an error is logged, and where the output is."""
+    """Train; log an exception and the output folder, as the template does for each job of a sweep."""
     try:
         return train(config)
     except Exception:

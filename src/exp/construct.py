@@ -63,6 +63,8 @@ from exp.strategies.strategy import Strategy
 
 Plain = Mapping[str, Any]
 BUILT_BY_DATA = ("sampler", "batch_sampler")
+# Keys of `data` that the check sets to the values of the data set, if the config leaves them null.
+READ_FROM_DATA = ("input_shape", "input_dtype", "num_outputs", "num_classes")
 
 
 def construct(node: object, *, key: str, allow: Sequence[str], **offers: object) -> Any:
@@ -247,27 +249,42 @@ def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
         settings: Settings of the run.
         keeps_raw: See Data.
     """
-    ignored = set(_whole_numbers("ignore_index", [settings.objective, settings.metrics]))
-    # exp's losses ignore a label only if ignore_index is set. Other losses, such as torch's, ignore IGNORED by default.
-    losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
-    if not all(name.startswith("exp.objectives.") for name in losses):
-        ignored.add(IGNORED)
-    earlier = functools.partial(_read_fitted, settings.resume)
-    offers = {
-        "seed": settings.seed,
-        "ignored_labels": sorted(ignored),
-        "earlier": earlier,
-        "keeps_doubles": settings.precision.word == "fp64",
-        "keeps_raw": keeps_raw,
-    }
+    offers = {**_data_offers(settings), "earlier": functools.partial(_read_fitted, settings.resume)}
     # Passed as partials, because the data set builds its samplers after its splits.
     partial = {
         name: {**settings.data[name], "_partial_": True}
         for name in BUILT_BY_DATA
         if isinstance(settings.data.get(name), Mapping)
     }
-    data: Data = _build(settings, {**settings.data, **partial}, "data", **offers)
+    data: Data = _build(settings, {**settings.data, **partial}, "data", **offers, keeps_raw=keeps_raw)
     return data
+
+
+def _data_offers(settings: Settings) -> dict[str, object]:
+    ignored = set(_whole_numbers("ignore_index", [settings.objective, settings.metrics]))
+    # exp's losses ignore a label only if ignore_index is set. Other losses, such as torch's, ignore IGNORED by default.
+    losses = [str(node["_target_"]) for _, node in nodes_in(settings.objective)]
+    if not all(name.startswith("exp.objectives.") for name in losses):
+        ignored.add(IGNORED)
+    keeps_doubles = settings.precision.word == "fp64"
+    return {"seed": settings.seed, "ignored_labels": sorted(ignored), "keeps_doubles": keeps_doubles}
+
+
+def has_equal_data(first: Settings, second: Settings) -> bool:
+    """Return whether `build_data` returns equal objects for two configs.
+
+    The shape, the dtype and the numbers of outputs and classes may differ, because a config may leave them null.
+    """
+    values = [
+        {
+            **{name: value for name, value in one.data.items() if name not in READ_FROM_DATA},
+            **_data_offers(one),
+            "resume": one.resume,
+            "allow": one.security.allow,
+        }
+        for one in (first, second)
+    ]
+    return values[0] == values[1]
 
 
 def _read_fitted(resume: object) -> Plain | None:

@@ -21,8 +21,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import exp
-from exp.check.examination import examine
+from exp.check.examination import examine, plan
 from exp.check.resolution import resolve
+from exp.construct import build_data
 from exp.data.cells import finite_number
 from exp.data.data import Data
 from exp.data.delimited import Csv
@@ -234,6 +235,21 @@ def test_a_table_holds_its_numbers_once(tmp_path):
     assert len(made) == 100_000
     # Six numbers and a word of 8 bytes each.
     assert held < 1.2 * 100_000 * 7 * 8
+
+
+def test_plan_reuses_data_read_to_complete_the_config(homes):
+    table = f"data.dataset={{path: {homes}, target: kind, ignore: [colour, size, when], impute: mean}}"
+    command = ["data=csv", table, "model=mlp", "launch.accelerator=cpu"]
+    resolved = resolve(exp.compose(command))
+    decided = plan(resolved)
+    assert resolved.data is not None
+    assert decided.data is resolved.data
+    assert decided.data.spec == build_data(decided.settings).spec == decided.spec
+    # The labels to ignore depend on a value that is read from the data.
+    ignored = "objective.cross_entropy.loss.ignore_index=${data.num_classes}"
+    other = plan(resolve(exp.compose([*command, ignored])))
+    assert other.resolved.data is None
+    assert other.data.loading.labels.ignored == (3,)
 
 
 numbers = st.floats(-1e100, 1e100)

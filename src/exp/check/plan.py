@@ -48,12 +48,14 @@ class Resolved:
             could not be read.
         errors: Errors of values, keys, rules, targets, parameters and forward programs.
         notes: Remarks of the search for a checkpoint.
+        data: The data set with its splits, if it was built to complete the config. Otherwise None.
     """
 
     config: DictConfig
     plain: Mapping[str, Any]
     errors: tuple[ErrorDetails, ...] = ()
     notes: tuple[str, ...] = ()
+    data: Data | None = None
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -126,7 +128,7 @@ class Plan:
         """The data set with its splits."""
         from exp.construct import build_data
 
-        return build_data(self.settings)
+        return build_data(self.settings) if self.resolved.data is None else self.resolved.data
 
     @functools.cached_property
     def data_module(self) -> LightningDataModule | None:

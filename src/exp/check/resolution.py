@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -15,9 +17,12 @@ from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
 from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
 from exp.config.resolvers import use_resolvers
-from exp.config.settings import settings_of
+from exp.config.settings import Settings, settings_of
 from exp.data.data_errors import SampleError
 from exp.errors import ConfigError, ErrorDetails
+
+if TYPE_CHECKING:
+    from exp.data.data import Data
 
 DATA_KEYS = ("data", "seed", "security")
 START_KEYS = ("resume", "runtime", "name", "train")
@@ -36,6 +41,7 @@ def resolve(config: DictConfig) -> Resolved:
     first = first_stage(reading)
     asked = _beginnings(config, first)
     errors: list[ErrorDetails] = []
+    built = None
     start_errors, notes = _find_start(config) if not concern_keys(first, START_KEYS) else ([], ())
     if not concern_keys(first, ("weights",)):
         _find_weights(config)
@@ -47,7 +53,8 @@ def resolve(config: DictConfig) -> Resolved:
         errors = second_stage(reading, only="data")
         if not errors:
             try:
-                if _fill_in(config):
+                built = _fill_in(config)
+                if built is not None:
                     # Read the config again, because other nodes interpolate the shape and the classes.
                     reading = read(config, is_data_read=True)
                     first = first_stage(reading)
@@ -57,7 +64,8 @@ def resolve(config: DictConfig) -> Resolved:
                 errors.append(error.error)
     errors += [*first, *start_errors, *second_stage(reading)]
     plain = {name: value for name, value in reading[0].items() if name != COMPOSITION}
-    return Resolved(config=config, plain=plain, errors=tuple(errors), notes=notes)
+    resolved = Resolved(config=config, plain=plain, errors=tuple(errors), notes=notes)
+    return resolved if built is None or errors else _with_data(resolved, *built)
 
 
 def _allowed_packages(config: DictConfig) -> list[str]:
@@ -111,13 +119,13 @@ def _hold_batches(config: DictConfig) -> bool:
     return True
 
 
-def _fill_in(config: DictConfig) -> bool:
+def _fill_in(config: DictConfig) -> tuple[Settings, Data] | None:
     """Set the input shape, input dtype, number of outputs and number of classes if one of them is null.
 
     The values come from the data set.
 
     Returns:
-        True if the config was changed.
+        The settings of the data set, and the data set. None if the config was not changed.
 
     Raises:
         ConfigError, RunError: The data set cannot be built.
@@ -126,18 +134,36 @@ def _fill_in(config: DictConfig) -> bool:
 
     raw = raw_values(config)
     if brings_data(raw) or not is_open(config.data):
-        return False
+        return None
     # Resolve these nodes separately, because other nodes may interpolate values that are set below.
     given = {"seed": config.seed, **{name: plain_config(config[name]) for name in ("data", "security")}}
     # Read these nodes unresolved, because they may have errors. A missing key gives UNKNOWN.
     values = Values(raw)
     others = {name: values[name] for name in ("objective", "metrics", "resume")}
     precision = {"word": values["precision.word"]}
-    spec = build_data(settings_of({**given, **others, "precision": precision})).spec
+    settings = settings_of({**given, **others, "precision": precision})
+    data = build_data(settings)
+    spec = data.spec
     if list(spec.inputs) != ["input"]:
         config.data.inputs = {name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in spec.inputs.items()}
     config.data.input_shape = None if spec.input_shape is None else list(spec.input_shape)
     config.data.input_dtype = spec.input_dtype
     config.data.num_outputs = spec.num_outputs
     config.data.num_classes = spec.num_classes
-    return True
+    return settings, data
+
+
+def _with_data(resolved: Resolved, settings: Settings, data: Data) -> Resolved:
+    """Return a config with its data set, so that the plan does not read large files again.
+
+    The config is returned unchanged if the settings of the run build another data set, or if a split is a stream, which
+    may be readable only once.
+    """
+    from torch.utils.data import IterableDataset
+
+    from exp.construct import has_equal_data
+
+    has_stream = any(isinstance(data.part(stage), IterableDataset) for stage in data.stages)
+    if has_stream or not has_equal_data(settings, resolved.settings):
+        return resolved
+    return replace(resolved, data=data)

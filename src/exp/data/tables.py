@@ -140,11 +140,10 @@ class Table(Dataset[object]):
             "classes": {name: list(classes) for name, classes in self.classes.items()},
         }
         if self.columns:
-            numbers = self._of_rows(self.numbers)
+            numbers = self.numbers.copy() if self.rows is None else self.numbers[self.rows]
             found["fills"] = fills = self._fills(numbers)
-            is_missing = np.isnan(numbers)
-            numbers = np.where(is_missing, fills.numpy(), numbers) if is_missing.any() else numbers
-            found["means"], found["deviations"] = moments(numbers)
+            np.copyto(numbers, fills.numpy(), where=np.isnan(numbers))
+            found["means"], found["deviations"] = moments(numbers, scratch=numbers)
         if self.words:
             counts = {name: self._counts(column) for name, column in self.words.items()}
             found["most_frequent"] = {
@@ -411,14 +410,19 @@ WINE_COLUMNS = (
 DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
 
 
-def moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
+def moments(values: np.ndarray, *, scratch: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
     """Return the mean and the standard deviation of each column of float64 `[N, F]`.
 
     The deviation of a constant column is 1. A column counts as constant if its deviation is within rounding errors, as
     in scikit-learn's StandardScaler.
+
+    Args:
+        values: The columns.
+        scratch: Memory for intermediate results, of the shape of `values`. It may be `values`, which then changes. None
+            allocates it.
     """
     count, mean = len(values), values.mean(0)
-    squares = values - mean
+    squares = np.subtract(values, mean, out=scratch)
     spread = np.square(squares, out=squares).sum(0) / count
     roundings = count * np.finfo(np.float64).eps
     is_constant = spread <= roundings * spread + (roundings * mean) ** 2

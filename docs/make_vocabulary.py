@@ -26,10 +26,6 @@ HOMES = (
     ("torch.nn.functional", "`gelu(x)`, `F.gelu(x)` or `functional.gelu(x)`", vocabulary.FUNCTIONAL_FUNCTIONS),
     ("torch.linalg", "`linalg.norm(x)`", vocabulary.LINALG_FUNCTIONS),
     ("torch.fft", "`fft.rfft(x)`", vocabulary.FFT_FUNCTIONS),
-    ("torch.special", "`special.expit(x)`", vocabulary.SPECIAL_FUNCTIONS),
-    ("torch.masked", "`masked.mean(x, 1, mask=mask)`", vocabulary.MASKED_FUNCTIONS),
-    ("torch.sparse", "`sparse.mm(a, b)`", vocabulary.SPARSE_FUNCTIONS),
-    ("torch.signal.windows", "`signal.windows.hann(16)`", vocabulary.WINDOWS),
     ("math", "`math.sqrt(width)`, on numbers", vocabulary.MATHEMATICS),
 )
 # Functions of the list with a special property: title, property, names.
@@ -80,7 +76,6 @@ def _inside() -> Iterator[str]:
             "attributes of layers, in addition to their sublayers, parameters and buffers",
             vocabulary.PARAMETER_ATTRIBUTES,
         ),
-        ("attributes of `finfo(x.dtype)` and `iinfo(x.dtype)`", vocabulary.LIMIT_ATTRIBUTES),
         ("dtypes, `torch.float32`", vocabulary.DTYPES),
         ("memory formats, `torch.channels_last`", vocabulary.MEMORY_FORMATS),
         ("numbers, `torch.pi`", vocabulary.TORCH_NUMBERS),

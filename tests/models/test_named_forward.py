@@ -37,7 +37,6 @@ def test_programs_are_methods_of_the_same_layers() -> None:
     assert not network.both(x)["b"].any()
     assert torch.equal(network.eval().both(x)["b"], network.head(x))
     assert list(network.state_dict()) == ["body.weight", "body.bias", "head.weight", "head.bias"]
-    assert torch.equal(network.graph_module("twice")(x), network.twice(x))
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])

@@ -102,7 +102,6 @@ def test_inputs_by_name_and_outputs_by_name():
     left, right = torch.randn(2, 6), torch.randn(2, 6)
     parts = require_equal_to_the_whole(network, 2, left, right)
     torch.testing.assert_close(run(network, parts, right=right, left=left), network(left, right))
-    torch.testing.assert_close(run(network, parts, {"left": left, "right": right}), network(left, right))
     with pytest.raises(TypeError, match="left, right"):
         parts.bind((left,), {})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from exp.check.parameters import program_errors, target_errors
 from exp.config.targets import TargetError, resolve_function
@@ -18,6 +18,7 @@ from exp.construct import construct
 from exp.errors import ConfigError
 from exp.extras.audit.audit import audit
 from exp.models.containers import ModuleDictModel
+from exp.models.graphs import graph_of
 from exp.models.syntax import ProgramError
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -133,7 +134,7 @@ def test_names_that_clash_are_refused() -> None:
 def test_the_network_is_copied_pickled_and_drawn_as_a_graph() -> None:
     network = ModuleDictModel(layers={}, forward="return swapped(relu(x), sign=-1.0)", functions={"swapped": swapped})
     expected = -X.flip(-1)
-    for one in (network, copy.deepcopy(network), network.graph_module()):
+    for one in (network, copy.deepcopy(network), fx.GraphModule(network, graph_of(network))):
         assert torch.equal(one(X), expected)
     assert torch.equal(pickle.loads(pickle.dumps(network))(X), expected)
     assert torch.equal(torch.export.export(network, (X,)).module()(X), expected)

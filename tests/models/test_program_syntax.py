@@ -54,8 +54,6 @@ ESCAPES = [
     "torch",
     "'{0.__class__}'.format(x)",
     "f'{x.__class__}'",
-    "f'{head!r}'",
-    "f'{1:1000000000}'",
     "(lambda: x)()",
     "(yield x)",
     "(y := x)",

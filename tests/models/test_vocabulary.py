@@ -20,10 +20,6 @@ HOMES = {
     "torch.nn.functional": nn.functional,
     "torch.fft": torch.fft,
     "torch.linalg": torch.linalg,
-    "torch.masked": torch.masked,
-    "torch.signal.windows": torch.signal.windows,
-    "torch.sparse": torch.sparse,
-    "torch.special": torch.special,
 }
 
 
@@ -56,8 +52,6 @@ def test_no_listed_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("return x.masked_fill(x > 0, torch.finfo(x.dtype).min)", X.masked_fill(X > 0, torch.finfo(X.dtype).min)),
-        ("return (x * 9).long() + iinfo(torch.int).max", (X * 9).long() + torch.iinfo(torch.int32).max),
         ("return x.to(torch.float), x.type(torch.long)", (X.float(), X.long())),
         ("return view_as_real(polar(x.abs(), x))", torch.view_as_real(torch.polar(X.abs(), X))),
         ("return linalg.norm(x, dim=-1) + torch.linalg.vector_norm(x)", X.norm(dim=-1) + X.norm()),
@@ -99,9 +93,10 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
         ("return torch.load(x)", "`torch.load` is not on the list"),
         ("return nn.Linear(x)", "expected an entry of `layers`"),
         ("return x.flaten(1)", "`.flaten` is not on the list; expected `flatten`"),
-        ("return x * finfo(x.dtype)", "the limits of a dtype are used as a value"),
-        ("return finfo(x.dtype).dtype", "this value has no attribute `.dtype`"),
-        ("return x.max", "a function or a method is used as a value"),
+        ("return x * torch.finfo(x.dtype).min", "expected a number, such as -math.inf"),
+        ("y = relu(x)\nreturn y.flaten(1)", "attributes of tensors; expected `flatten`"),
+        ("y = '{0.T}'\nreturn y.format(x)", "`.format` of a str"),
+        ("return x.max", "is a function of torch; expected `max(x)`"),
         ("y = x.values\nreturn y(x)", "is not callable"),
     ],
 )  # fmt: skip
@@ -113,51 +108,14 @@ def test_what_is_left_out_is_refused_with_the_reason(text: str, words: str) -> N
     "text",
     [
         "return torch.linalg.torch.load(x)",
-        "return torch.special.Tensor(x)",
-        "return masked.MaskedTensor(x)",
-        "return torch.signal.windows.np(x)",
-        "return torch.signal.os",
-        "return finfo(x.dtype).__class__",
         "return x.values.__self__",
-        "assert x.__class__, 'a'\nreturn x",
-        "assert x.size(0) > 0, f'{x.__class__}'\nreturn x",
-        "assert open('f'), 'a'\nreturn x",
-        "assert training or head.forward, 'a'\nreturn head(x)",
+        "y = relu(x)\nreturn y.__class__",
+        "y = head\nreturn y.forward(x)",
+        "y = [x]\ny.clear()\nreturn x",
     ],
 )
 def test_the_wall_stands(text: str) -> None:
     refused(text, layers={"head": nn.Linear(4, 4)} if "head" in text else {})
-
-
-# -- assertions --
-
-
-def test_an_assertion_about_sizes_holds_or_fails_when_the_network_runs() -> None:
-    text = "assert x.shape[-1] == width and x.ndim in (2, 3), f'{width} wide, not {x.shape[-1]}'\nreturn x * 2"
-    network = ModuleDictModel(layers={}, forward=text, constants={"width": 4})
-    assert torch.equal(network(X), X * 2)
-    with pytest.raises(AssertionError, match="4 wide, not 3"):
-        network(X[:, :3])
-    assert torch.equal(network.graph_module()(X), X * 2)  # a graph has none
-    assert torch.equal(torch.export.export(network, (X,)).module()(X), X * 2)
-
-
-def test_an_assertion_that_the_datas_shape_breaks_is_an_error_of_the_check() -> None:
-    def network() -> nn.Module:
-        return ModuleDictModel(layers={}, forward="assert x.shape[1] == 5, f'{x.shape[1]} columns'\nreturn x")
-
-    spec = DataSpec(input_shape=(4,), input_dtype="float32", num_classes=None, num_outputs=4)
-    (error,) = shape_errors(run_on_meta(network_factory=network, spec=spec), spec)
-    assert error.key == "model.forward"
-    assert error.got.endswith(": 4 columns")
-    assert error.expected == "an assertion that holds"
-
-
-def test_an_assertion_about_constants_is_decided_before_the_run() -> None:
-    assert "this assertion is false: 3 is too many" in refused(
-        "assert width < 3 and not training, f'{width} is too many'\nreturn x", constants={"width": 3}
-    )
-    run("assert width == 3 or x.shape[0] > 100\nassert not width > 3\nreturn x", constants={"width": 3})
 
 
 def test_a_shape_that_depends_on_numbers_is_left_to_the_run() -> None:

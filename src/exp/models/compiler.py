@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 from exp.models import vocabulary
 from exp.models.program import Program
-from exp.models.stand_ins import Listed
 from exp.models.syntax import prefix_of
-from exp.models.trial import GUARDS, Scalar, try_out
+from exp.models.trial import GUARDS, Listed, Scalar, try_out
 
 FILE_PREFIX = "<forward program "
 
@@ -49,7 +48,6 @@ def compile_forward(
     layers_as: str,
     constants: Mapping[str, object],
     functions: Mapping[str, Callable[..., object]],
-    asserts: bool = True,
 ) -> FunctionType:
     """Return the function `forward(self, <inputs>)` of a program, after running the program on stand-ins.
 
@@ -60,13 +58,12 @@ def compile_forward(
             `layers`, the name means this layer.
         constants: The values that the config defines for the program.
         functions: The functions that the config defines for the program, by name.
-        asserts: Whether to compile assertions, default true. A graph cannot contain assertions.
 
     Raises:
         ProgramError: The program has an error, which is reported with its line and column.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
-    guarded, plain = _Guarded(program), _Plain(program, asserts=asserts)
+    guarded, plain = _Guarded(program), _Plain(program)
     try_out(
         program,
         _code(program, [*prologue, *guarded.body()]),
@@ -150,8 +147,8 @@ class _Plain(ast.NodeTransformer):
     Each listed function gets a unique name, and iterators become lists.
     """
 
-    def __init__(self, program: Program, *, asserts: bool = True) -> None:
-        self.program, self.asserts = program, asserts
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.functions: dict[str, object] = {}
 
     def body(self) -> list[ast.stmt]:
@@ -192,9 +189,6 @@ class _Plain(ast.NodeTransformer):
         # A generator becomes a list, which can be read more than once.
         return self.generic_visit(ast.copy_location(ast.ListComp(node.elt, node.generators), node))
 
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        return self.generic_visit(node) if self.asserts else ast.copy_location(ast.Pass(), node)
-
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         prefix = prefix_of(node, self.program.variables)
         if prefix is None:
@@ -202,13 +196,11 @@ class _Plain(ast.NodeTransformer):
         return self.refer_to(node.attr, vocabulary.PREFIXES[prefix], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else None
         changed = self.generic_visit(node)
         assert isinstance(changed, ast.Call)
-        function = changed.func
-        is_iterator = isinstance(function, ast.Name) and function.id in _ITERATORS
-        if isinstance(function, ast.Attribute) and function.attr in ("items", "keys", "values"):
-            is_iterator = not changed.args and not changed.keywords
-        if not is_iterator:
+        is_iterator = isinstance(changed.func, ast.Name) and changed.func.id in _ITERATORS
+        if not is_iterator and (method not in ("items", "keys", "values") or changed.args or changed.keywords):
             return changed
         return ast.copy_location(ast.Call(ast.copy_location(_load(_LISTED), node), [changed], []), node)
 
@@ -227,12 +219,10 @@ class _Guarded(_Plain):
         ]
         return ast.copy_location(ast.Call(ast.copy_location(_load(f"{GUARDS}.{name}"), node), arguments, []), node)
 
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        nothing = ast.arguments([], [], None, [], [], None, [])
-        call = self.guard("check_assertion", node)
-        for one in (node.test, node.msg or ast.copy_location(ast.Constant(None), node)):
-            call.args.append(ast.copy_location(ast.Lambda(nothing, self.visit(one)), node))
-        return ast.copy_location(ast.Expr(call), node)
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if prefix_of(node, self.program.variables) is not None:
+            return super().visit_Attribute(node)
+        return self.guard("attribute", node, node.value, node.attr)
 
     def visit_Return(self, node: ast.Return) -> ast.stmt:
         node.value = self.guard("result", node, *([node.value] if node.value else []))
@@ -263,10 +253,6 @@ class _Guarded(_Plain):
         node.key, node.value = self.guard("key", node.key, node.key), self.visit(node.value)
         node.generators = [self.visit(one) for one in node.generators]
         return node
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        parts = [one.value if isinstance(one, ast.FormattedValue) else one for one in node.values]
-        return self.guard("text", node, *parts)
 
 
 # -- the listed functions in a run --

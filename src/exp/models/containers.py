@@ -13,12 +13,11 @@ from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from exp.errors import config_error
 from exp.models.compiler import compile_forward
 from exp.models.freezing import find_frozen
-from exp.models.graphs import graph_of_function
 from exp.models.initialisation import Scheme, initialise
 from exp.models.layers import Held, build_layer
 from exp.models.program import Program, layers_used, parse
@@ -54,8 +53,7 @@ class ProgramModel(nn.Module):
             this class.
         programs: Additional forward programs by name, with the same layers and inputs. They become methods of the
             network. A phase may run one instead of `forward` (docs/training.md).
-        inputs: The names of the network's inputs. If there are several, the network also accepts a mapping with these
-            keys.
+        inputs: The names of the network's inputs, default x.
         constants: The values that the program may use by name: numbers, strings, bools, None, and lists of these.
         functions: The functions that the program may call by name, in addition to torch's listed functions. They return
             tensors. For a torch.autograd.Function, its `apply` is called.
@@ -122,19 +120,6 @@ class ProgramModel(nn.Module):
     def programs(self) -> dict[str, Program]:
         """The parsed additional programs, by name."""
         return {name: self._parse(text, used_elsewhere=self._layer_names) for name, text in self._programs.items()}
-
-    def graph_module(self, name: str | None = None) -> fx.GraphModule:
-        """Return a torch.fx.GraphModule that shares this network's layers, for graph transformations.
-
-        Args:
-            name: The name of an additional program; None for `forward`.
-
-        Raises:
-            DependsOnMode: The program branches on `training`.
-        """
-        program = self.program if name is None else self.programs[name]
-        function = self._function(program, asserts=False)
-        return fx.GraphModule(self, graph_of_function(self, function), type(self).__name__)
 
     @property
     def reads_training(self) -> bool:
@@ -223,9 +208,9 @@ class ProgramModel(nn.Module):
             is_bounded=is_bounded,
         )
 
-    def _function(self, program: Program, *, asserts: bool = True) -> FunctionType:
+    def _function(self, program: Program) -> FunctionType:
         held = {name: getattr(self, name) for name in self._layer_names}
-        form = (program.text, program.names, self.layers_as, repr(self._constants), asserts)
+        form = (program.text, program.names, self.layers_as, repr(self._constants))
         key = (*form, *map(_form_of, held.items()), *((name, id(one)) for name, one in self._functions.items()))
         if key not in _FUNCTIONS:
             _FUNCTIONS[key] = compile_forward(
@@ -234,7 +219,6 @@ class ProgramModel(nn.Module):
                 layers_as=self.layers_as,
                 constants=self._constants,
                 functions=self._functions,
-                asserts=asserts,
             )
         return _FUNCTIONS[key]
 
@@ -250,9 +234,7 @@ class ProgramModel(nn.Module):
                 raise
 
     def _compile(self, program: Program) -> MethodType:
-        function = self._function(program)
-        forward = _accept_mapping(function, self.input_names) if len(self.input_names) > 1 else function
-        return MethodType(forward, self)
+        return MethodType(self._function(program), self)
 
     def __getstate__(self) -> dict[str, object]:
         bound = {"forward", *self._programs}
@@ -324,16 +306,6 @@ def _callable(name: str, value: object) -> Callable[..., object]:
         fix = "A layer belongs below `layers`" if isinstance(value, nn.Module) else None
         raise config_error(f"functions.{name}", got=f"a {type(value).__name__}", expected=expected, fix=fix)
     return value
-
-
-def _accept_mapping(function: Callable[..., object], names: tuple[str, ...]) -> Callable[..., object]:
-    def forward(self: nn.Module, *inputs: object, **named: object) -> object:
-        if len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named:
-            return function(self, **{name: inputs[0][name] for name in names})
-        return function(self, *inputs, **named)
-
-    vars(forward)["__signature__"] = inspect.signature(function)
-    return forward
 
 
 # -- views of a network with another forward: a further program, or a method of a module --

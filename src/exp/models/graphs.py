@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from exp.models.compiler import GIVEN, MODE
+from exp.models.containers import ProgramModel
 
 # A placeholder for a value that is known to be a tensor of unknown shape.
 TENSOR = torch.empty(0, device="meta")
@@ -21,14 +22,12 @@ class DependsOnMode(ValueError):
     """The graphs of a network in training and in evaluation differ. torch.fx can record only one of them."""
 
 
-def graph_of_function(network: nn.Module, function: FunctionType) -> fx.Graph:
-    """Return the graph of a compiled program. Loops and constants are unrolled.
+def _graph_of_program(network: ProgramModel) -> fx.Graph:
+    """Return the graph of a forward program. Loops and constants are unrolled.
 
     The nodes read layers, parameters and the flag `training` from the network.
-
-    Raises:
-        DependsOnMode: The program branches on `training`.
     """
+    function: FunctionType = vars(network)["forward"].__func__
     tracer = _Tracer()
     namespace = {name: _recorder(tracer, name, value) for name, value in function.__globals__.items()}
     forward = FunctionType(function.__code__, namespace, "forward")
@@ -70,15 +69,17 @@ def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
 
 
 def graph_of(network: nn.Module) -> fx.Graph:
-    """Return the torch.fx graph of a module that is not a container of exp. Its leaves are torch's layers.
+    """Return the torch.fx graph of a network. Its leaves are the layers of a container of exp, or torch's layers.
 
-    The module is traced in both modes, because torch.fx records the value of `self.training` during the trace:
-    functional dropout would stay on in evaluation. Layers that are leaves read their own flag when they run.
+    A module that is not a container is traced in both modes, because torch.fx records the value of `self.training`
+    during the trace: functional dropout would stay on in evaluation. Leaves read their own flag when they run.
 
     Raises:
         ValueError: The module cannot be traced. The message has torch's reason.
         DependsOnMode: The graphs in training and in evaluation differ.
     """
+    if isinstance(network, ProgramModel):
+        return _graph_of_program(network)
     modes = {module: module.training for module in network.modules()}
     try:
         evaluated, constants = _trace(network, training=False)

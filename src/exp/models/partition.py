@@ -24,7 +24,6 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from exp.errors import ErrorDetails, config_error, raise_errors
-from exp.models.containers import ProgramModel
 from exp.models.graphs import TENSOR, DependsOnMode, graph_of, values_of
 from exp.nested import tensors_in
 from exp.spelling import among
@@ -87,9 +86,6 @@ class Split:
         Raises:
             TypeError: An input is missing, or there are too many arguments.
         """
-        only = arguments[0] if len(arguments) == 1 else None
-        if isinstance(only, Mapping) and len(self.inputs) > 1 and not named:
-            arguments, named = (), only
         bound = {**dict(zip(self.inputs, arguments, strict=False)), **named}
         missing = [name for name in self.inputs if name not in bound and self.inputs[name] is inspect.Parameter.empty]
         if missing or len(arguments) > len(self.inputs):
@@ -110,7 +106,7 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
         ConfigError: The patterns are invalid, or the network cannot be divided. The message has the reason.
     """
     try:
-        graph = network.graph_module().graph if isinstance(network, ProgramModel) else graph_of(network)
+        graph = graph_of(network)
     except DependsOnMode as error:
         got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
         expected = "a network whose forward does not read self.training; its layers may"

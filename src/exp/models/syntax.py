@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
-from exp.errors import ExpError
+from exp.errors import ExpError, shorten
 from exp.models import vocabulary
 from exp.spelling import find_nearest
 
@@ -58,17 +58,16 @@ ErrorAt = Callable[[ast.AST, str, str], ProgramError]
 
 RESERVED = frozenset({"layers", "self", "training"})
 
-_STATEMENTS = "assignments, calls, for, if, assert, break, continue, pass and return"
+_STATEMENTS = "assignments, calls, for, if, break, continue, pass and return"
 _EXPRESSIONS = "names, calls, arithmetic, comparison, indexing, constants, tuples, lists, dicts and comprehensions"
 _ALLOWED = (
-    *(ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.For, ast.If, ast.Assert, ast.Break, ast.Continue, ast.Pass),
-    ast.Return,
+    *(ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.For, ast.If, ast.Break, ast.Continue, ast.Pass, ast.Return),
     *(ast.Name, ast.Load, ast.Store, ast.Constant, ast.Attribute, ast.Call, ast.keyword, ast.Starred, ast.IfExp),
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
-    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.JoinedStr, ast.FormattedValue),
+    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict),
     *(ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
 )
-_ATTRIBUTES = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS | vocabulary.LIMIT_ATTRIBUTES
+_ATTRIBUTES = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS
 INSTEAD_OF_WRITING = "of a tensor, where(mask, a, x), x.masked_fill(mask, a) or x.index_copy(...)"
 _CONSTANTS = (int, float, bool, str, type(None), type(...))
 _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
@@ -143,7 +142,6 @@ class _Checker(ast.NodeVisitor):
         self.assigned = _assigned_names(tree)
         self.variables = names.variables(tree)
         self.known = self.variables | names.functions | vocabulary.FUNCTIONS | vocabulary.BUILTINS
-        self.may_hold_layers = _names_that_may_hold_layers(list(ast.walk(tree)), names.layers)
 
     def refuse(self, node: ast.AST, message: str, expected: str) -> None:
         """Record an error, unless there is already an error with the same position or the same message."""
@@ -154,7 +152,8 @@ class _Checker(ast.NodeVisitor):
     def visit(self, node: ast.AST) -> None:
         if not isinstance(node, _ALLOWED):
             expected = _STATEMENTS if isinstance(node, ast.stmt) else _EXPRESSIONS
-            self.refuse(node, f"{type(node).__name__} is not part of a forward program", expected)
+            written = shorten(ast.unparse(node).partition("\n")[0])
+            self.refuse(node, f"`{written}` is not allowed in a forward program", expected)
             return
         if (wrong := _wrong_form(node)) is not None:
             self.refuse(getattr(node, "target", node), *wrong)
@@ -188,11 +187,13 @@ class _Checker(ast.NodeVisitor):
             known = vocabulary.members(prefix) if prefix in vocabulary.PREFIXES else frozenset()
             self.check_listed(node, f"`{prefix}.{node.attr}`", known, kind="function")
             return
+        self.visit(node.value)
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS if called else _ATTRIBUTES
         kind = "method" if called else "attribute"
-        if node.attr.startswith("_") or _root(node) not in self.may_hold_layers:
+        root = _root(node)
+        # A variable may hold a layer, which has other attributes. The trial checks the attributes of variables.
+        if node.attr.startswith("_") or root is None or root in self.names.inputs:
             self.check_listed(node, f"the {kind} `.{node.attr}`", known, kind=kind)
-        self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute):
@@ -254,8 +255,6 @@ def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
             return "`else` of a loop", "a loop without it"
         case ast.comprehension(is_async=1):
             return "an async comprehension", "a plain one"
-        case ast.FormattedValue(_, conversion, format_spec) if conversion != -1 or format_spec is not None:
-            return "a format in an f-string", "a plain {name}"
     return None
 
 
@@ -283,44 +282,3 @@ def _root(node: ast.expr) -> str | None:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
-
-
-def _names_that_may_hold_layers(nodes: list[ast.AST], layers: frozenset[str]) -> set[str]:
-    """Return the names through which a program may access sublayers and parameters.
-
-    The later trial checks this exactly.
-    """
-    found = set(layers) | {"layers"}
-    size = -1
-    while len(found) != size:
-        size = len(found)
-        for node in nodes:
-            if isinstance(node, ast.For | ast.comprehension):
-                targets, value = [node.target], node.iter
-            elif isinstance(node, ast.Assign):
-                targets, value = node.targets, node.value
-            else:
-                continue
-            if _may_give_layers(value, found):
-                found |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-    return found
-
-
-def _may_give_layers(value: ast.expr, found: set[str]) -> bool:
-    """Return whether the value of an expression may be or contain a layer.
-
-    Calls of layers and functions return tensors.
-    """
-    if isinstance(value, ast.Name):
-        return value.id in found
-    if isinstance(value, ast.Call):
-        function = value.func
-        if isinstance(function, ast.Attribute) and function.attr in vocabulary.CONTAINER_METHODS:
-            return _may_give_layers(function.value, found)
-        builtin = isinstance(function, ast.Name) and function.id in vocabulary.BUILTINS
-        return builtin and any(_may_give_layers(argument, found) for argument in value.args)
-    if isinstance(value, ast.Subscript | ast.Attribute):
-        return _may_give_layers(value.value, found)
-    if isinstance(value, ast.BinOp) and not isinstance(value.op, ast.Add):
-        return False
-    return any(_may_give_layers(child, found) for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))

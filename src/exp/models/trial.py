@@ -1,19 +1,23 @@
 """Trial of a forward program: a run on stand-ins for layers and tensors, before the program runs on tensors.
 
 The stand-ins forbid conditions on tensors, writes into tensors, and attributes of layers except sublayers and
-parameters. Guards limit computations with constants, and the trial limits the number of steps. Conditions depend only
-on constants and on `training`, so a trial in each mode covers every path of a run.
+parameters. The names of their own attributes begin with an underscore, because a program cannot contain such names.
+
+Guards limit computations with constants, and the trial limits the number of steps. Conditions depend only on constants
+and on `training`, so a trial in each mode covers every path of a run.
 """
 
 from __future__ import annotations
 
 import builtins
+import dis
 import inspect
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace, TracebackType
 from typing import Any
 
@@ -22,8 +26,8 @@ from torch import Tensor, nn
 
 from exp.models import vocabulary
 from exp.models.program import Program
-from exp.models.stand_ins import COMPUTABLE, Layer, Limits, Listed, Undecided, Unknown, stand_in
-from exp.models.syntax import ProgramError, combine
+from exp.models.syntax import INSTEAD_OF_WRITING, ProgramError, combine, nearest_or
+from exp.models.vocabulary import ATTRIBUTES, METHODS, PARAMETER_ATTRIBUTES, RESULTS
 
 # The maximum number of steps. A step is a Python instruction, or an element that an operation visits.
 MAX_STEPS = 400_000
@@ -45,6 +49,12 @@ OPERATORS: dict[str, Callable[..., object]] = {
     "FloorDiv": operator.floordiv, "Mod": operator.mod, "Pow": operator.pow, "BitAnd": operator.and_,
     "BitOr": operator.or_, "BitXor": operator.xor, "LShift": operator.lshift, "RShift": operator.rshift,
 }  # fmt: skip
+COMPUTABLE = "what a forward program can compute before the run"
+
+_SEQUENCES = (nn.ModuleList, nn.ParameterList, nn.Sequential)
+_MAPPINGS = (nn.ModuleDict, nn.ParameterDict)
+_NOT_CALLABLE = (nn.ModuleList, nn.ParameterList, nn.ModuleDict, nn.ParameterDict)
+_UNPACK = dis.opmap["UNPACK_SEQUENCE"]
 _CONVERSIONS = frozenset({"bool", "float", "int", "str"})
 _OF_NUMBERS = frozenset({"abs", "max", "min", "range", "round"})
 
@@ -111,12 +121,11 @@ class Trial:
     """A run of a program on stand-ins. It counts the steps, and records errors by position."""
 
     # The methods that the compiled program calls.
-    GUARDS = ("binary", "check_assertion", "key", "operand", "result", "text")
+    GUARDS = ("attribute", "binary", "key", "operand", "result")
 
     def __init__(self, program: Program, code: CodeType, found: dict[tuple[int, int], ProgramError]) -> None:
         self.program, self.code, self.found = program, code, found
         self.unknown = Unknown(self)
-        self.is_asserting = False
         self.steps = 0
 
     # -- steps and errors --
@@ -157,8 +166,6 @@ class Trial:
             return self.refuse("a value that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
         if isinstance(value, Layer):
             return self.refuse(f"`{value._path}` is a layer ({type(value._module).__name__}), not a tensor", "a call")
-        if isinstance(value, Limits):
-            return self.refuse("the limits of a dtype are used as a value", "a limit, such as finfo(x.dtype).min")
         if callable(value):
             return self.refuse("a function or a method is used as a value", "a call of it")
         for part in _parts(value):
@@ -169,32 +176,18 @@ class Trial:
         """Return a dict key after checking that it is a constant."""
         return value if isinstance(value, Scalar) else self.refuse("a key that is not a constant", "a string")
 
+    def attribute(self, value: object, name: str) -> object:
+        """Return an attribute of a layer or a tensor, or a method of a list or a dict."""
+        is_method = isinstance(value, list | dict) and name in vocabulary.CONTAINER_METHODS and hasattr(value, name)
+        if isinstance(value, Layer | Unknown) or is_method:
+            return getattr(value, name)
+        return self.refuse(f"`.{name}` of a {type(value).__name__}", "an attribute of a tensor or a layer")
+
     def binary(self, kind: str, left: object, right: object) -> object:
         self.count(1 + (_size(left) + _size(right)) // 100)
         if isinstance(left, Unknown) or isinstance(right, Unknown):
             return self.compute(left, right)
         return _apply_bounded(kind, left, right)
-
-    def text(self, *parts: object) -> str:
-        """Return the text of an f-string."""
-        if not all(isinstance(part, Scalar) for part in parts):
-            self.refuse("an f-string of something that is not a constant")
-            return ""
-        _bound_length(sum(map(_size, parts)))
-        return "".join(map(str, parts))
-
-    def check_assertion(self, holds: Callable[[], object], text: Callable[[], object]) -> None:
-        """Check an assertion about constants. An assertion about tensors is checked when the network runs."""
-        self.is_asserting = True
-        try:
-            is_true = bool(holds())
-        except Undecided:
-            return
-        finally:
-            self.is_asserting = False
-        if not is_true:
-            message = text()
-            self.refuse("this assertion is false" + (f": {message}" if message else ""), "a true assertion")
 
     def result(self, value: object = None) -> object:
         """Return the output of the program after checking that it contains a tensor."""
@@ -225,8 +218,7 @@ class Trial:
         if home == "torch.nn.functional" and name in vocabulary.NEEDS_TRAINING and "training" not in given:
             message = f"`{name}` without `training` would drop values in evaluation, too"
             return self.refuse(message, f"`{name}(x, p, training=training)`, or a layer for it")
-        found = self.compute(*arguments, **named)
-        return Limits(self) if home == "torch" and name in vocabulary.LIMITS else found
+        return self.compute(*arguments, **named)
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
         """Return the result of a Python function. Iterators are returned as lists."""
@@ -364,3 +356,145 @@ def _position(code: CodeType, instruction: int) -> tuple[int, int, int]:
     """
     line, _, column, end = list(code.co_positions())[instruction // 2]
     return line or 1, column or 0, end or 0
+
+
+# -- stand-ins for layers, functions and tensors --
+
+
+class Unknown:
+    """Stand-in for a value that is known only in a run: a tensor, a size, or the output of a layer."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def __getattr__(self, name: str) -> object:
+        if name in METHODS:
+            return self._trial.compute
+        if name in ATTRIBUTES | RESULTS:
+            return self
+        if name.startswith("_"):  # of Python
+            raise AttributeError(name)
+        expected = nearest_or(name, METHODS | ATTRIBUTES, otherwise="a listed method or attribute (docs/models.md)")
+        return self._trial.refuse(f"`.{name}` is not on the list of methods and attributes of tensors", expected)
+
+    def __bool__(self) -> bool:
+        message = "a condition that is known only while the network runs"
+        self._trial.refuse(message, "a constant, or where(condition, a, b) on tensors; ~ instead of not")
+        return True
+
+    def __iter__(self) -> Iterator[object]:
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        code, place = frame.f_back.f_code.co_code, frame.f_back.f_lasti
+        if code[place] == _UNPACK:  # `a, b = x`: the number of elements is known only in a run
+            return iter([self] * code[place + 1])
+        message = "a loop over a tensor, whose length is known only while the network runs"
+        self._trial.refuse(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
+        return iter(())
+
+    def __getitem__(self, index: object) -> Unknown:
+        return self._trial.compute(index)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self._trial.refuse("an assignment into this tensor", INSTEAD_OF_WRITING)
+
+    def __len__(self) -> int:
+        self._trial.refuse("`len` of a tensor; `x.shape[0]` is its length")
+        return 0
+
+    def __index__(self) -> int:
+        self._trial.refuse("an index that is known only while the network runs", "an integer")
+        return 0
+
+    def _same(self, *_: object) -> Unknown:
+        return self
+
+    __neg__ = __pos__ = __invert__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = _same
+    __eq__ = __ne__ = _same  # type: ignore[assignment]  # tensors return a tensor
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """A listed function, with its name in the program and its module."""
+
+    name: str
+    home: str
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Stand-in for a layer of the network. `_path` is the layer's name in the state dict, such as `linears.0`."""
+
+    _path: str
+    _module: nn.Module
+    _trial: Trial
+
+    def __call__(self, *inputs: object, **named: object) -> object:
+        if isinstance(self._module, _NOT_CALLABLE):
+            return self._refuse("is called", "a layer or a listed function before the parenthesis")
+        return self._trial.compute(*inputs, **named)
+
+    def __getattr__(self, name: str) -> object:
+        """Return the stand-in of a sublayer or tensor, or a method of a dict of layers."""
+        if name.startswith("_"):  # of Python
+            raise AttributeError(name)
+        if isinstance(self._module, _MAPPINGS) and name in ("items", "keys", "values"):
+            method: Callable[..., object] = getattr(self._entries, name)
+            return method
+        held = getattr(self._module, name, self)
+        if isinstance(held, nn.Module | Tensor) or (held is None and name in PARAMETER_ATTRIBUTES):
+            return stand_in(f"{self._path}.{name}", held, self._trial)
+        return self._refuse(f"has no layer or parameter `{name}`")
+
+    def __bool__(self) -> bool:
+        self._refuse("is a condition", "a constant")
+        return True
+
+    def __len__(self) -> int:
+        return len(self._entries or self._elements)
+
+    def __iter__(self) -> Iterator[object]:
+        """Return an iterator over the layers of a list, or the keys of a dict."""
+        return iter(self._entries or self._elements)
+
+    def __getitem__(self, index: object) -> object:
+        """Return the stand-in of an element, such as `linears[0]`, `linears[1:]` or `heads["main"]`."""
+        if isinstance(self._module, _MAPPINGS):
+            if isinstance(index, str) and index in self._entries:
+                return self._entries[index]
+            expected = nearest_or(str(index), self._entries, otherwise=f"one of {', '.join(self._entries)}")
+            return self._refuse(f"has no {index!r}; it has {expected}")
+        if not isinstance(self._module, _SEQUENCES):
+            return self._refuse("is indexed", "a list or a dict of layers")
+        if not isinstance(index, int | slice):
+            return self._refuse("is indexed by something that is not an integer")
+        if isinstance(index, int) and not -len(self._elements) <= index < len(self._elements):
+            return self._refuse(f"has {len(self._elements)} elements, and no number {index}")
+        return self._elements[index]
+
+    def _refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
+        return self._trial.refuse(f"`{self._path}` ({type(self._module).__name__}) {message}", expected)
+
+    @cached_property  # a program may read it in each of a thousand lines
+    def _elements(self) -> list[object]:
+        """The stand-ins of the elements of a list."""
+        if not isinstance(self._module, _SEQUENCES):
+            return []
+        held = enumerate(self._module)
+        return [stand_in(f"{self._path}.{index}", one, self._trial) for index, one in held]
+
+    @cached_property
+    def _entries(self) -> dict[str, object]:
+        """The stand-ins of the entries of a dict, by name."""
+        held = self._module.items() if isinstance(self._module, _MAPPINGS) else ()
+        return {name: stand_in(f"{self._path}.{name}", one, self._trial) for name, one in held}
+
+
+def stand_in(path: str, held: object, trial: Trial) -> object:
+    """Return the stand-in of a layer or a parameter; None if the value is None."""
+    if isinstance(held, nn.Module):
+        return Layer(path, held, trial)
+    return None if held is None else Unknown(trial)

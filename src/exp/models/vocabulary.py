@@ -26,9 +26,9 @@ TORCH_FUNCTIONS = frozenset(
     complex concat concatenate conj conj_physical constant_pad_nd copysign corrcoef cos cosh count_nonzero cov cross
     cummax cummin cumprod cumsum cumulative_trapezoid deg2rad det detach diag diag_embed diagflat diagonal
     diagonal_scatter diff digamma dist div divide dot dsplit dstack einsum eq erf erfc erfinv exp exp2 expm1 eye
-    fill finfo fix flatten flip fliplr flipud float_power floor floor_divide fmax fmin fmod frac frexp full
+    fill fix flatten flip fliplr flipud float_power floor floor_divide fmax fmin fmod frac frexp full
     full_like gather gcd ge geqrf ger gradient greater greater_equal gt hamming_window hann_window heaviside histc
-    histogram histogramdd hsplit hstack hypot i0 igamma igammac iinfo imag index_add index_copy index_fill index_put
+    histogram histogramdd hsplit hstack hypot i0 igamma igammac imag index_add index_copy index_fill index_put
     index_reduce index_select inner inverse is_complex is_floating_point isclose isfinite isin isinf isnan isneginf
     isposinf isreal istft kaiser_window kron kthvalue lcm ldexp le lerp less less_equal lgamma linspace log log10
     log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor
@@ -45,13 +45,6 @@ TORCH_FUNCTIONS = frozenset(
     trapezoid trapz triangular_solve tril tril_indices triu triu_indices true_divide trunc unbind unflatten unique
     unique_consecutive unravel_index unsqueeze vander var var_mean vdot view_as_complex view_as_real vsplit vstack
     where xlogy zeros zeros_like
-    """.split()
-) | frozenset(
-    # Operators in torch's database that change no argument, and that torch does not document.
-    """
-    alias_copy diagonal_copy expand_copy grid_sampler_2d grid_sampler_3d hash_tensor narrow_copy native_group_norm
-    native_layer_norm permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy
-    unsafe_chunk unsafe_split unsqueeze_copy view_copy
     """.split()
 )
 
@@ -98,29 +91,6 @@ FFT_FUNCTIONS = frozenset(
     irfftn rfft rfft2 rfftfreq rfftn
     """.split()
 )
-SPECIAL_FUNCTIONS = frozenset(
-    """
-    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
-    chebyshev_polynomial_v chebyshev_polynomial_w digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc
-    gammaincc gammaln hermite_polynomial_h hermite_polynomial_he i0 i0e i1 i1e laguerre_polynomial_l
-    legendre_polynomial_p log1p log_ndtr log_softmax logit logsumexp modified_bessel_i0 modified_bessel_i1
-    modified_bessel_k0 modified_bessel_k1 multigammaln ndtr ndtri polygamma psi round scaled_modified_bessel_k0
-    scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
-    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w sinc softmax spherical_bessel_j0 xlog1py xlogy
-    zeta
-    """.split()
-)
-MASKED_FUNCTIONS = frozenset(
-    """
-    amax amin argmax argmin cumprod cumsum log_softmax logaddexp logsumexp mean median norm normalize prod softmax
-    softmin std sum var
-    """.split()
-)
-SPARSE_FUNCTIONS = frozenset("addmm log_softmax mm sampled_addmm softmax sum".split())
-WINDOWS = frozenset(
-    "bartlett blackman cosine exponential gaussian general_cosine general_hamming hamming hann kaiser nuttall".split()
-)
-
 # Functions that drop values even in evaluation, unless a program passes `training=training`.
 NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
 
@@ -151,16 +121,14 @@ TORCH_NUMBERS = NUMBERS - {"tau"}
 # Functions of torch that are not methods of a tensor. All other functions are also methods.
 _NO_METHODS = frozenset(
     """
-    alias_copy arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window
-    block_diag broadcast_shapes broadcast_tensors bucketize cartesian_prod cat cdist chain_matmul column_stack
-    combinations complex concat concatenate constant_pad_nd cumulative_trapezoid diagonal_copy dstack einsum
-    expand_copy eye fill finfo full full_like gradient grid_sampler_2d grid_sampler_3d hamming_window
-    hann_window histogramdd hstack iinfo imag isin kaiser_window linspace logspace lu_unpack meshgrid
-    native_group_norm native_layer_norm normal ones ones_like pca_lowrank permute_copy poisson polar
-    promote_types rand rand_like randint randint_like randn randn_like randperm real result_type row_stack rsub
-    scalar_tensor searchsorted selu split_with_sizes_copy squeeze_copy stack std_mean svd_lowrank t_copy tensor
-    tensordot transpose_copy trapezoid trapz tril_indices triu_indices unbind_copy unfold_copy unravel_index
-    unsqueeze_copy vander var_mean view_as_complex view_as_real view_copy vstack zeros zeros_like
+    arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window block_diag
+    broadcast_shapes broadcast_tensors bucketize cartesian_prod cat cdist chain_matmul column_stack combinations
+    complex concat concatenate constant_pad_nd cumulative_trapezoid dstack einsum eye fill full full_like gradient
+    hamming_window hann_window histogramdd hstack imag isin kaiser_window linspace logspace lu_unpack meshgrid
+    normal ones ones_like pca_lowrank poisson polar promote_types rand rand_like randint randint_like randn
+    randn_like randperm real result_type row_stack rsub scalar_tensor searchsorted selu stack std_mean svd_lowrank
+    tensor tensordot trapezoid trapz tril_indices triu_indices unravel_index vander var_mean view_as_complex
+    view_as_real vstack zeros zeros_like
     """.split()
 )
 METHODS = (TORCH_FUNCTIONS - _NO_METHODS) | frozenset(
@@ -181,9 +149,6 @@ RESULTS = frozenset(
     """.split()
 )
 PARAMETER_ATTRIBUTES = frozenset({"bias", "weight"})
-# Functions that return the limits of a dtype, and the attributes of their results.
-LIMITS = frozenset({"finfo", "iinfo"})
-LIMIT_ATTRIBUTES = frozenset({"bits", "eps", "max", "min", "resolution", "smallest_normal", "tiny"})
 
 DTYPES = frozenset(
     """
@@ -201,21 +166,13 @@ PREFIXES = {
     "nn.functional": "torch.nn.functional",
     "torch.nn.functional": "torch.nn.functional",
     "math": "math",
-    **{
-        spelling: f"torch.{name}"
-        for name in ("fft", "linalg", "masked", "signal.windows", "sparse", "special")
-        for spelling in (name, f"torch.{name}")
-    },
+    **{spelling: f"torch.{name}" for name in ("fft", "linalg") for spelling in (name, f"torch.{name}")},
 }
 _MEMBERS = {
     "torch": TORCH_FUNCTIONS | TORCH_FORMS | DTYPES | MEMORY_FORMATS | TORCH_NUMBERS,
     "torch.nn.functional": FUNCTIONAL_FUNCTIONS,
     "torch.fft": FFT_FUNCTIONS,
     "torch.linalg": LINALG_FUNCTIONS,
-    "torch.masked": MASKED_FUNCTIONS,
-    "torch.signal.windows": WINDOWS,
-    "torch.sparse": SPARSE_FUNCTIONS,
-    "torch.special": SPECIAL_FUNCTIONS,
     "math": MATHEMATICS,
 }
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from exp.models.graphs import TENSOR
 from exp.nested import map_tensors, move_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ Inputs = Mapping[str, object]
 Context = Callable[[], AbstractContextManager[object]]
 Shape = tuple[object, ...]
 CPU = torch.device("cpu")
+# Marks the place of a tensor in the structure of the network's output.
+TENSOR = torch.empty(0, device="meta")
 # Maximum number of schedules that are kept in memory with their buffers.
 KEPT = 8
 # Wanted number of micro-batches per rank. According to the GPipe paper, the idle time is small for 4 or more (Huang

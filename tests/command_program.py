@@ -1,6 +1,6 @@
-"""Program of a forked process of the fixture `commands`: a command without the start of a Python interpreter.
+"""Program of a forked process of the fixture `commands`, which runs a command without a new Python interpreter.
 
-The ranks that it launches are forked from it, unless it has threads, which a fork would lose. The jobs of a sweep are
+The ranks of the command are forked from it, unless it has threads, which a fork loses. The jobs of a sweep are
 forked from the server of this process.
 
 SETTINGS is a mapping: module, arguments, directory, environment, output and error (files), fresh_ranks.
@@ -57,12 +57,12 @@ class ForkedRank:
 
 
 def fork_ranks() -> None:
-    """Make the launcher fork its ranks, which saves five seconds of processor time for the imports of each."""
+    """Make the launcher fork its ranks, which saves five seconds of imports per rank."""
     import tqdm
 
     from exp.launch import spawn
 
-    # Otherwise the first progress bar starts a thread that monitors bars.
+    # Otherwise the first progress bar starts a monitor thread.
     tqdm.tqdm.monitor_interval = 0
     fresh = spawn._start
 
@@ -78,7 +78,7 @@ def fork_ranks() -> None:
 
 
 def share_server() -> None:
-    """Make multiprocessing use the server of this process. It would start another, which imports for three seconds."""
+    """Make multiprocessing use the fork server of this process, because a new one imports for three seconds."""
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 
 
@@ -132,9 +132,9 @@ def put_first(folders: Sequence[str]) -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    # A fork server ignores modules that it cannot import, and every command would take ten times as long.
+    # A fork server ignores modules that it cannot import. Then every command takes ten times as long.
     assert "exp.run" in sys.modules, "this process was not forked from one that has imported exp"
-    gc.freeze()  # as a command does: a collection would copy the memory of all imported modules
+    gc.freeze()  # as in a command: a collection would copy the memory of all imported modules
     os.chdir(settings["directory"])
     os.environ.clear()
     os.environ.update(settings["environment"])

@@ -58,13 +58,13 @@ EXTRAS_NAMES = frozenset({
 })  # fmt: skip
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"
-# As in .ci/run. A process with threads of OpenBLAS cannot fork, and two threads sum float32 in another order.
+# Same value as in .ci/run: a process with OpenBLAS threads cannot fork, and two threads change the order of sums.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# OpenMP has read the variable when torch was imported above.
+# torch, imported above, does not read the variable again.
 torch.set_num_threads(1)
-# Two fork servers with the imports of a run: a forked process saves 3 s. RANKS also has what several ranks import, such
-# as torch's compiler, which a run of one process must not find imported. The server of the standard library is left to
-# sweeps in this process, which start it with blocked signals.
+# Two fork servers with the imports of a run save 3 s per process. RANKS also has the imports of several ranks, such
+# as torch's compiler, which must not be loaded in a run of one process. Sweeps in this process use the server of the
+# standard library, which they start with blocked signals.
 OF_A_RUN = [
     *MODULES,
     *("exp.cli.train", "exp.cli.worker", "exp.cli.command_line", "exp.strategies.single", "hydra_plugins.exp.launcher"),
@@ -102,7 +102,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
     if is_slow_suite(config) and config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))  # the workers get the same
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))  # for all workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     examples = round(ALL_EXAMPLES * config.option.share)
     slow = is_slow_suite(config)
-    # How long an example takes depends on the load of the machine.
+    # The time of an example depends on the load of the machine.
     fixtures, slowness = hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow
     hypothesis.settings.register_profile(
         "exp",
@@ -132,7 +132,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests by what they start, and let the slow suite run the tests of Hypothesis with fresh examples."""
+    """Add the markers ranks and process by fixture, and give Hypothesis new examples in the slow suite."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "ranks" in fixtures:
@@ -157,12 +157,12 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the files of tests that import a folder of src/exp/extras that was removed."""
+    """Skip test files that import a removed folder of src/exp/extras."""
     return True if collection_path.suffix == ".py" and removed_extras(collection_path.read_text()) else None
 
 
 def removed_extras(text: str) -> list[str]:
-    """Return the folders of src/exp/extras that a text names and that were removed from this checkout."""
+    """Return the removed folders of src/exp/extras that a text mentions."""
     names = EXTRAS_NAMES.intersection(re.findall(r"\bexp\.extras\.([a-z]+)", text))
     return sorted(name for name in names if not (EXTRAS / name / "__init__.py").is_file())
 
@@ -177,28 +177,28 @@ def is_gpu_suite(config: pytest.Config) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of an exhaustive test that a run of the slow suite does. part: above 0, at most 1."""
+    """Fraction `part` (above 0, at most 1) of an exhaustive test that the slow suite runs."""
 
     part: float
     seed: int
 
     def count(self, most: int) -> int:
-        """Return how many of `most` repetitions to do, at least one."""
+        """Return the number of repetitions out of `most`, at least one."""
         return max(1, round(self.part * most))
 
     def of(self, cases: Sequence[Any]) -> list[Any]:
-        """Return evenly spaced cases, at least one; the seed decides which."""
+        """Return evenly spaced cases, at least one; the seed selects the first."""
         step = max(1, round(1 / self.part))
         return list(cases[self.seed % min(step, len(cases)) :: step])
 
     def random(self) -> random.Random:
-        """Return a generator that the seed decides."""
+        """Return a random generator with the seed."""
         return random.Random(self.seed)
 
 
 @pytest.fixture(scope="session")
 def share(request: pytest.FixtureRequest) -> Share:
-    """What `--share` and `--hypothesis-seed` ask for."""
+    """The share and the seed of `--share` and `--hypothesis-seed`."""
     return Share(part=request.config.option.share, seed=int(request.config.option.hypothesis_seed or 0))
 
 
@@ -246,11 +246,11 @@ def scripts(tmp_path_factory) -> Path:
 
 def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> BaseProcess:
     """Start a process that runs a program with the global SETTINGS, forked from the server of runs or of ranks."""
-    # A target has to be importable in the other process: runpy is, a module of the tests is not.
+    # The target must be importable in the other process, and modules of the tests are not.
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
     with pytest.MonkeyPatch.context() as patched:
-        # multiprocessing asks its one server by this function
+        # multiprocessing connects to its server with this function
         patched.setattr(forkserver, "connect_to_new_process", (RANKS if of_ranks else RUNS).connect_to_new_process)
         process.start()
     return process
@@ -292,8 +292,8 @@ def build_model():
 
 @pytest.fixture
 def text(tmp_path: Path) -> tuple[str, ...]:
-    """The overrides that choose a generated text. The default of data=text differs between versions of Python."""
-    draws = np.random.RandomState(0)  # its stream is the same in every version of NumPy
+    """Overrides that select a generated text, because the default of data=text differs between versions of Python."""
+    draws = np.random.RandomState(0)  # RandomState draws the same numbers in every version of NumPy
     words = ["".join(draws.choice([*"abcdefghijklmnopqrstuvwxyz"], size=length)) for length in draws.randint(1, 9, 400)]
     path = tmp_path / "text.txt"
     path.write_text(" ".join(draws.choice(words, size=10_000)), encoding="utf-8")
@@ -301,7 +301,7 @@ def text(tmp_path: Path) -> tuple[str, ...]:
 
 
 class Ranks:
-    """Starts real gloo ranks as forks of a process that has imported everything, about 0.3 s each.
+    """Starts gloo ranks as forks of a process with all imports, which takes about 0.3 s per rank.
 
     `train` runs a config as exp.worker does. `call` runs a function of the test's file in a joined process group.
     """
@@ -326,7 +326,7 @@ class Ranks:
     def call(
         self, function: Callable[..., Any], *, ranks: int = 2, seconds: float = 300, **arguments: Any
     ) -> list[Any]:
-        """Call function(rank, **arguments) in every rank and return the results in the order of ranks, by pickle."""
+        """Call function(rank, **arguments) in every rank, and return the pickled results in the order of ranks."""
         file = function.__code__.co_filename
         return self._run(ranks, seconds, file=file, name=function.__name__, arguments=arguments)
 
@@ -361,7 +361,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The results of `Ranks.train`. values: the values by tag and step that rank 0 logged, in float64."""
+    """Results of `Ranks.train`, with the float64 values that rank 0 logged by tag and step."""
 
     directory: Path
     values: dict[str, dict[int, float]]
@@ -383,10 +383,10 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 class Commands:
-    """Runs commands such as `python -m exp.train` in forked processes, and returns output and exit status.
+    """Runs commands such as `python -m exp.train` in forked processes.
 
-    The ranks that a command starts are forked from it, and the jobs of a sweep from the server of this process. With
-    fresh_ranks=True ranks are new interpreters and jobs have a new server, as for a user.
+    The ranks of a command are forked from it, and the jobs of a sweep from the server of this process. With
+    fresh_ranks=True, ranks are new interpreters and jobs have a new server, as outside the tests.
     """
 
     def __init__(self, place: Path) -> None:
@@ -403,7 +403,7 @@ class Commands:
         fresh_ranks: bool = False,
         seconds: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end. environment: variables in addition to those of this process."""
+        """Run a command to its end; `environment` has variables in addition to those of this process."""
         started = self.start(*arguments, module=module, cwd=cwd, environment=environment, fresh_ranks=fresh_ranks)
         return started.end(seconds=seconds)
 
@@ -417,7 +417,7 @@ class Commands:
         output: Path | None = None,
         error: Path | None = None,
     ) -> Command:
-        """Start a command. output, error: files such as /dev/full instead of those whose text `Command.end` returns."""
+        """Start a command. output, error: files such as /dev/full, instead of those that Command.end reads."""
         self._count += 1
         streams = output or self.place / f".stdout{self._count}", error or self.place / f".stderr{self._count}"
         settings = {

@@ -43,7 +43,7 @@ def main(settings: dict[str, Any]) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of collectives may keep an interpreter from ending, or abort it (seen with DTensor).
+    # Threads of collectives may block the exit of an interpreter, or abort it (seen with DTensor).
     os._exit(status)
 
 
@@ -59,7 +59,7 @@ def called(settings: dict[str, Any], rank: Any) -> Any:
 
 
 def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
-    """Run a frozen config, and return what it logged, in float64, and its report."""
+    """Run a frozen config, and return its logged values in float64 and its report."""
     import dataclasses
 
     from omegaconf import OmegaConf
@@ -81,7 +81,7 @@ def trained(settings: dict[str, Any], rank: Any) -> dict[str, Any]:
         run.run(settings["directory"], rank=rank)
     else:
         frozen = Path(settings["directory"])
-        allow = OmegaConf.load(frozen / "config.yaml").security.allow  # written by the test, who trusts it
+        allow = OmegaConf.load(frozen / "config.yaml").security.allow  # the test wrote this file, so it is trusted
         worker.work(rank, directory=frozen, resume=None, allow=allow)
     report = read_report(Path(settings["directory"])) if rank.is_first else None
     return {"values": values, "report": None if report is None else dataclasses.asdict(report)}

@@ -1,7 +1,7 @@
-"""`python -m exp.train` in which write number FAIL_AT fails with the errno FAIL_WITH; with 0 none fails.
+"""`python -m exp.train` in which write number FAIL_AT fails with the errno FAIL_WITH; with FAIL_AT=0 no write fails.
 
-Writes are: to open a file for writing, write to it, sync, close, rename, link or remove it, and to make a directory;
-in every thread, and in ranks, which are forked. WRITES names a file that gets a line for each write.
+A write opens a file for writing, writes to it, syncs, closes, renames, links or removes it, or makes a directory. The
+writes of all threads and of forked ranks count. The file WRITES gets a line for each write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ real_open, real_write = open, os.write
 
 
 class Counter:
-    """Counts the writes of all kinds below a folder, and fails one of them."""
+    """Counter of the writes in a folder, which makes one of them fail."""
 
     def __init__(self, *, at: int, error: int, record: int, below: str) -> None:
         self.at, self.error, self.record, self.below = at, error, record, below
@@ -39,12 +39,12 @@ class Counter:
             fails = self.count.value == self.at
             real_write(self.record, f"{kind}\t{name}\t{'fails' if fails else ''}\n".encode())
         if fails:
-            # A failed write names no path.
+            # The exception of a failed write has no path.
             raise OSError(self.error, os.strerror(self.error), *([] if isinstance(path, int) else [os.fsdecode(path)]))
 
 
 class File:
-    """A file whose first two writes are counted, and every 40th of the many that a checkpoint takes."""
+    """File that counts its first two writes and then every 40th, because a checkpoint has many."""
 
     def __init__(self, file: Any, counter: Counter) -> None:
         self._file, self._counter, self._writes = file, counter, 0
@@ -58,7 +58,7 @@ class File:
     def close(self) -> None:
         is_open = not self._file.closed
         name = os.readlink(f"/proc/self/fd/{self._file.fileno()}") if is_open else ""
-        # A file that fails to close is closed.
+        # A file is closed even if close() fails.
         self._file.close()
         if is_open:
             self._counter("close", name)

@@ -1,4 +1,4 @@
-"""A layer and a callback that make the gradients of one optimizer step not finite; configs name them."""
+"""A layer and a callback that give one optimizer step gradients with nan or inf. Configs of tests use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exp.nested import tensors_in
 
 
 class Spoils(nn.Module):
-    """Returns its input; while `active`, adds `value` to the gradient."""
+    """Layer that returns its input, and adds `value` to the gradient while `active`."""
 
     active, value = False, float("nan")
 
@@ -25,9 +25,9 @@ class Spoils(nn.Module):
 
 
 class Spoiler(Callback):
-    """Activates `Spoils` the first `times` times that optimizer step `at` begins.
+    """Callback that activates `Spoils` the first `times` times that optimizer step `at` begins.
 
-    directory: of the checkpoints, which are read before each step: a later one replaces them.
+    It reads the checkpoints in `directory` before each step, because later checkpoints replace them.
     """
 
     at, times = 1, 1
@@ -38,7 +38,7 @@ class Spoiler(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:
         for path in Spoiler.directory.glob("*.ckpt"):
-            with contextlib.suppress(FileNotFoundError):  # a thread removes old ones
+            with contextlib.suppress(FileNotFoundError):  # a thread may remove old checkpoints
                 version = (path, path.stat().st_mtime_ns)
                 if version not in self._read:
                     self._read.add(version)
@@ -51,7 +51,7 @@ class Spoiler(Callback):
             self._deactivate()
 
     def on_exception(self, *_: object) -> None:
-        # A loss that is nan ends the step before the batch ends.
+        # A nan loss ends the step before on_train_batch_end.
         if Spoils.active:
             self._deactivate()
 

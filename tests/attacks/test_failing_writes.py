@@ -1,6 +1,6 @@
-"""Each write of a run fails once, as on a full, broken or forbidden disk.
+"""Runs in which one write fails, as on a full, broken or forbidden disk.
 
-The run completes, or fails with the path and the system's message. The checkpoints saved before can be read.
+The run completes, or fails with the path and the system's message. Earlier checkpoints can be read.
 """
 
 import errno
@@ -19,7 +19,7 @@ RUN = (
     *("trainer.enable_progress_bar=false", "hydra.run.dir=outputs/run"),
 )
 OFTEN = ("trainer.val_check_interval=1",)
-# With the number of failing writes at the whole share.
+# Overrides, and the number of failing writes with --share 1.
 VARIANTS = {
     "plain": ((), 200),
     "a thread": ((*OFTEN, "checkpoint.async=true", "logger=[tensorboard,csv]"), 80),
@@ -33,7 +33,7 @@ EXCHANGE = re.compile(r"\.launch-.*")
 
 @pytest.fixture
 def run(commands, tmp_path):
-    """A function that runs a command in a new folder and returns its writes: kind, path, whether it failed."""
+    """A function that runs a command in a new folder, and returns kind, path and success of each write."""
     numbers = itertools.count()
 
     def run(*more: str, at: int, error: str):
@@ -50,7 +50,7 @@ def run(commands, tmp_path):
 
 
 def target(path: str) -> str:
-    """Return the name of the file that a write is for, if the path is that of its unfinished copy."""
+    """Return the name of the final file if the path is that of an unfinished copy."""
     name = PARTIAL.sub(r"\1", Path(path).name)
     return EXCHANGE.sub(".launch", EVENTS.sub("events.out.tfevents", name))
 

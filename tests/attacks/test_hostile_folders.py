@@ -1,7 +1,7 @@
-"""Folders from elsewhere that would run a program: git, conf, data, run directories, checkpoints.
+"""Downloaded folders that try to run a program: git, conf, data, run directories, checkpoints.
 
-Each attack that succeeds creates a file, the canary. Modules that Python imports by itself are in
-tests/config/test_foreign_folder.py.
+Each attack that succeeds creates a file, the canary. tests/config/test_foreign_folder.py tests modules that Python
+imports automatically.
 """
 
 import io
@@ -39,7 +39,7 @@ class Evil:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, commands):
-    """A run directory, as an attacker may send it."""
+    """A run directory that an attacker could send."""
     place = tmp_path_factory.mktemp("made")
     done = commands.run(*RUN, f"hydra.run.dir={DIRECTORY}", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def made(tmp_path_factory, commands):
 
 @pytest.fixture
 def folder(tmp_path, made):
-    """A folder with its own conf and a run."""
+    """A folder with a conf and a run."""
     place = tmp_path / "received"
     (place / "conf" / "model").mkdir(parents=True)
     shutil.copytree(made, place / DIRECTORY)
@@ -60,7 +60,7 @@ def folder(tmp_path, made):
 
 @pytest.fixture
 def attacked(folder, tmp_path, commands):
-    """A function that runs a command in the folder, asserts that no attack succeeds, and returns the output."""
+    """A function that runs a command in the folder, asserts that no attack succeeded, and returns the output."""
 
     def attacked(*words: str, module: str = "exp.train") -> str:
         done = commands.run(*words, module=module, cwd=folder)
@@ -68,14 +68,14 @@ def attacked(folder, tmp_path, commands):
         assert [path.name for path in tmp_path.iterdir() if "canary" in path.name] == [], printed
         assert done.returncode in (0, 1, 2), printed
         assert "Traceback" not in printed
-        assert "root:" not in printed  # of /etc/passwd
+        assert "root:" not in printed  # from /etc/passwd
         return printed
 
     return attacked
 
 
 def slow(*cases: str) -> list[object]:
-    """Return the cases as parameters, of which the first one belongs to the fast suite."""
+    """Return the cases as parameters, all except the first with the marker slow."""
     return [cases[0], *(pytest.param(case, marks=pytest.mark.slow) for case in cases[1:])]
 
 
@@ -158,7 +158,7 @@ def test_a_hostile_option_of_conf_is_refused(name, folder, attacked):
 
 
 def zipped(path: Path, content: bytes) -> None:
-    """Write a pickle into a file that is laid out as by torch.save."""
+    """Write a pickle to a file in the format of torch.save."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         file.writestr("archive/data.pkl", content)
         file.writestr("archive/version", "3\n")
@@ -199,13 +199,13 @@ def test_a_hostile_run_directory_runs_nothing(model, folder, attacked):
     attacked(str(DIRECTORY), module="exp.worker")
     attacked(str(DIRECTORY), module="exp.resume")
     attacked(f"{DIRECTORY}@2", "optimizer.lr=0.1", module="exp.fork")
-    # Its folder of src/exp/extras may be removed.
+    # The folder of exp.audit may be removed.
     if "audit" in COMMANDS:
         attacked(".", module="exp.audit")
 
 
 def with_packages(folder: Path) -> None:
-    """Write what pip leaves, with the entry points that Python, torch and TensorBoard read."""
+    """Write the files of an installed package, with entry points that Python, torch and TensorBoard read."""
     (folder / "evil_plugin.py").write_text(f"import os\nos.system({evil(folder)!r})\n")
     for name in ("usercustomize", "sitecustomize"):
         shutil.copy(folder / "evil_plugin.py", folder / f"{name}.py")
@@ -294,7 +294,7 @@ def test_hostile_files_of_a_folder_run_nothing(name, folder, attacked):
 
 @pytest.mark.slow
 def test_hostile_packages_of_a_folder_run_nothing(folder, tmp_path):
-    """torch and TensorBoard look for plug-ins when they are imported, so this starts an interpreter."""
+    """A new interpreter is needed, because torch and TensorBoard search for plug-ins during their import."""
     with_packages(folder)
     command = [sys.executable, "-m", "exp.train", *RUN]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -303,7 +303,7 @@ def test_hostile_packages_of_a_folder_run_nothing(folder, tmp_path):
 
 
 def test_the_trap_works(tmp_path):
-    """Assert that the canary appears, or the tests above show nothing."""
+    """Without the protection the canary appears, so its absence in the other tests is meaningful."""
     buffer = io.BytesIO()
     torch.save(Evil(tmp_path / "canary"), buffer)
     buffer.seek(0)

@@ -1,7 +1,7 @@
-"""kill -9 at random moments of a run that is resumed until it completes: its checkpoints equal an unbroken run's.
+"""Runs that are killed with kill -9 at random moments and resumed until they complete.
 
-A run validates at every step and saves so often that most moments are inside a save. Each chain of runs draws
-whether a thread writes the checkpoints, and what makes a save due.
+Their checkpoints equal those of an unbroken run. A run validates at every step and saves so often that most kills are
+within a save. For each chain of resumed runs, the test draws if a thread writes checkpoints and how often.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FULL = (
     *("data.num_workers=2", "trainer.accumulate_grad_batches=3", "callbacks=[ema]", "phases=[body_and_head]"),
 )
 DUE = ("checkpoint.every_n_steps=1", "checkpoint.every_n_steps=4", "checkpoint.every_n_minutes=0.0001")
-# Two unbroken runs differ in these, too: the clock, times and memory, their checksum, and the path of the resume.
+# Entries that differ between two unbroken runs: times, memory, checksums, and the path of the resumed checkpoint.
 DIFFERENT = ("exp_seconds", "exp_latest", "exp_manifest", "exp_config")
-# A kill between two saves may lose the ranking; the repeated steps restore it.
+# A kill between two saves may lose the ranking of checkpoints, which the repeated steps restore.
 RANKING = ("exp_best",)
-# Lightning counts steps and validations since the epoch began or the run was resumed; they decide nothing.
+# Lightning's counters of steps and validations since the start of the epoch or the resume, which have no effect.
 COUNTERS = re.compile(r"\.loops\..*\.(optim_progress\.optimizer\.\w+\.current|val_loop\.batch_progress\.\w+)\.\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unbroken:
-    """The checkpoints of a run that nothing disturbs, and its seconds before and after the first checkpoint."""
+    """Checkpoints of a run that is not killed, and its seconds before and after the first checkpoint."""
 
     last: dict[str, Any]
     best: dict[str, dict[str, Any]]
@@ -82,10 +82,7 @@ def chain(
     *,
     draws: random.Random,
 ) -> list[Path]:
-    """Kill a run and each run that resumes it, up to four of them, and let the last one complete.
-
-    Returns: the run directories.
-    """
+    """Kill a run and up to four runs that resume it, let the last one complete, and return the run directories."""
     runs: list[Path] = []
     for left in range(draws.randint(1, 4), -1, -1):
         saved = [run / "checkpoints" / "last.ckpt" for run in reversed(runs)]
@@ -104,7 +101,7 @@ def chain(
 
 
 def start(commands: Any, overrides: tuple[str, ...], directory: Path) -> Any:
-    """Start a run in outputs/NAME/RUN; resume=auto looks for runs of its name."""
+    """Start a run in outputs/NAME/RUN, where resume=auto finds earlier runs with the same name."""
     words = (*overrides, f"name={directory.parent.name}", f"hydra.run.dir={directory}")
     return commands.start(*words, cwd=directory.parents[2])
 
@@ -156,7 +153,7 @@ def kill(command: Any, draws: random.Random) -> bool:
 
 
 def assert_readable(directory: Path) -> None:
-    """Assert that a kill left whole checkpoints."""
+    """Assert that all checkpoints in a run directory are complete."""
     for path in (directory / "checkpoints").glob("*.ckpt"):
         assert "exp_position" in read_checkpoint(path), path
 

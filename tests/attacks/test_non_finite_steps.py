@@ -1,7 +1,7 @@
-"""A gradient that is not finite at a random step of a run of 60, with each checkpoint setting.
+"""Runs of 60 steps with a nan or infinite gradient at a random step, with each checkpoint setting.
 
-At one step the loss stays finite and the gradient of the first layer is nan or infinite. No checkpoint may hold a
-number that is not finite, and the error of a failed run names the newest good checkpoint.
+At this step the loss is finite, and the gradient of the first layer is not. No checkpoint may contain nan or inf, and
+the error of a failed run names the newest good checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KINDS = ("stop", "skip")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that runs a case and asserts what the run saves."""
+    """A function that runs a case and checks its checkpoints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     import non_finite

@@ -1,4 +1,4 @@
-"""A randomly mistyped command is valid, or is refused with exit status 2, at most 12 lines and a key."""
+"""Random typing errors in a command: it stays valid, or ends with exit status 2, a key and at most 12 lines."""
 
 import re
 import sys
@@ -79,12 +79,12 @@ def commands(draw: st.DrawFn) -> list[str]:
 
 
 def names_a_key(words: list[str], said: str) -> bool:
-    """Return whether a message names a part of the command. Of a long part the message has the start."""
+    """Return True if a message contains a word of the command, or the start of a long word."""
     heads = {part[:50] for word in words for part in re.split(r"[=.@:]", word.lstrip("+~-"))[:3] if part}
     return "" in words or any(head in said or repr(head)[1:-1] in said for head in heads)
 
 
-# An example composes and checks a config, 0.15 s: a quarter of them keeps the test below the limit of the fast suite.
+# An example takes 0.15 s, so a quarter of them keeps the test below the time limit of the fast suite.
 @hypothesis.settings(max_examples=max(1, hypothesis.settings().max_examples // 4))
 @given(words=commands())
 @hypothesis.example(words=["seed=3"])

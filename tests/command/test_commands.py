@@ -38,7 +38,7 @@ def test_the_help_lists_each_command(words, capsys):
         ("trian model=lenet seed=1", "train model=lenet seed=1"),
         ("exp-train model=mlp", "train model=mlp"),
         ("sweep seed=0,1", "train -m seed=0,1"),
-        # The command is left out or does not come first.
+        # The command is missing or is not the first word.
         ("+precision=bf16 'hooks=[a,b]'", "train +precision=bf16 'hooks=[a,b]'"),
         ("~hooks.memory", "train '~hooks.memory'"),
         ("--multirun train seed=0,1", "train --multirun seed=0,1"),
@@ -88,7 +88,7 @@ def test_modules_next_to_the_script_are_not_imported(scripts, tmp_path):
     ],
 )
 def test_a_module_can_be_run_by_its_path(file, words, printed, tmp_path):
-    """As editors do: the module's folder comes first on the path, where `tensorboard` and `data` are parts of exp."""
+    """Editors do this. Then exp's own `tensorboard` and `data` come first on the path and hide the packages."""
     status, output, errors = of(sys.executable, ROOT / file, *words, here=tmp_path)
     assert (status, errors) == (0, "")
     assert printed in output

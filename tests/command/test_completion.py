@@ -1,4 +1,4 @@
-"""What the tab key offers, without a shell; tests/command/test_shells.py presses the key."""
+"""Words that the tab key offers, without a shell; tests/command/test_shells.py uses bash."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def here(tmp_path, monkeypatch):
 
 
 def offered(line: str) -> list[str]:
-    """Return the words that may complete the last word of a line."""
+    """Return the completions of the last word of a line."""
     return answer(line.rpartition(" ")[2], line)
 
 
@@ -36,7 +36,7 @@ def test_commands_groups_and_their_flags_are_offered():
 def test_signs_lists_and_sweeps_restrict_what_is_offered():
     added = offered("exp train +")
     assert {"+hooks=", "+precision=", "+trainer."} < set(added)
-    assert "+model=" not in added  # a single group
+    assert "+model=" not in added  # the group accepts one option
     assert offered("exp train ~hooks.") == ["~hooks.gradients", "~hooks.memory", "~hooks.throughput"]
     assert offered("exp train 'hooks=[gradients,me") == ["hooks=[gradients,memory,", "hooks=[gradients,memory]"]
     assert offered("exp train -m optimizer=sgd,adamw") == ["optimizer=sgd,adamw"]
@@ -47,7 +47,7 @@ def test_keys_follow_the_overrides_on_the_line():
     assert "optimizer.momentum=" in offered("exp train -m optimizer=sgd,adam optimizer.")
     assert offered("exp train model=lenet model.layers.conv1.out_c") == ["model.layers.conv1.out_channels="]
     assert "logger.own.a=" in offered("exp train 'vars={b:1}' +logger.own={a:2} logger.own.")
-    # A wrong override elsewhere changes nothing.
+    # A wrong override in another word has no effect.
     assert offered("exp train model=nonsense 'hooks=[a,' seed=x trainer.max_ep") == ["trainer.max_epochs="]
     assert offered("exp why trainer.max_ep") == ["trainer.max_epochs"]
 
@@ -96,7 +96,7 @@ def test_the_command_table_matches_the_modules():
     root = Path(exp.__file__).parent
     programs = {path.stem for path in root.glob("*.py") if '__name__ == "__main__"' in path.read_text()} - {"__main__"}
     programs |= {path.parent.name for path in root.glob("*/__main__.py")}
-    # From the text: the table leaves out commands whose folder of exp.extras was removed.
+    # Read as text, because the imported table has no commands of removed folders of exp.extras.
     table = (root / "cli" / "commands.py").read_text()
     assert set(re.findall(r'^        "(\w+)": ', table, re.MULTILINE)) == programs
     for command in COMMANDS.values():

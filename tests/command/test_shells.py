@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-# What bash does at the tab key, behind the words of a line that has no quotes.
+# Commands that bash runs at the tab key, after a line without quotes.
 TAB = """
 eval "$(exp completion bash)"
 COMP_LINE=$1 COMP_POINT=${#1}
@@ -22,7 +22,7 @@ echo "${COMPREPLY[@]}"
         ("exp tr", "tr", "train"),
         ("exp train model=le", "le", "lenet"),
         ("exp train trainer.max_ep", "trainer.max_ep", "trainer.max_epochs="),
-        # A file of the folder, which a tab must not run.
+        # A file in the folder that tab must not run.
         ("./exp tr", "tr", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Apply the fix of an error to the command line, as a user would. Loaded by path; contains no tests."""
+"""Functions that apply the fix of an error to the command line, as users do. Tests load this file by its path."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from exp.cli.command_line import answer_question, parse_arguments
 from exp.errors import ConfigError, ErrorDetails, ExpError
 from exp.sweeps.sweep import compose_sweep
 
-# A word that can be typed after a verb such as Write: an override, quoted or not, or a flag.
+# A word after a verb such as Write that users can paste: an override, quoted or not, or a flag.
 WORD = re.compile(r"(?:'[^']*'|\"[^\"]*\"|~[\w.]+|[~+]*[A-Za-z_][\w./@]*=\S+|--?[a-z][\w-]*)")
 VERB = re.compile(r"\b(?:[Ww]rite|[Aa]dd|[Oo]r|is) ")
 VALUE = re.compile(r"Write ((?:-?\d[\w.]*|null|true|false))(?: without quotes)?$")
 SPELLING = re.compile(r"Did you mean (\S+)\?")
-# An error at an unknown key, such as `optimizer.lrr=1`, and not at the value of a known one.
+# Message about an unknown key, such as `optimizer.lrr=1`, and not about the value of an existing key.
 OF_A_KEY = re.compile(r"no such|not a setting|there is no (?!option)|no key|no parameter|.*begins with no key")
-# A word that a user has to replace, as in resume=PATH.
+# A word that users must replace, as in resume=PATH.
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")
 
 
 def answer(argv: Sequence[str]) -> list[ErrorDetails]:
-    """Return the errors that `exp.check` finds in a command line. Of a sweep only the overrides are checked."""
+    """Return the errors that `exp.check` finds in a command line; for a sweep, only those of the overrides."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             arguments = parse_arguments(argv)
@@ -52,13 +52,13 @@ def answer(argv: Sequence[str]) -> list[ErrorDetails]:
 
 
 def commands_in(fix: str) -> list[list[str]]:
-    """Return each command line that a fix names, unless it contains a placeholder."""
+    """Return the command lines in a fix, except those with a placeholder."""
     found = [command for verb in VERB.finditer(fix) if (command := command_at(fix, verb.end()))]
     return [command for command in found if not any(PLACEHOLDER.search(word) for word in command)]
 
 
 def command_at(fix: str, place: int) -> list[str]:
-    """Return the words of a command line that starts at `place`, up to the first word with a sign after it."""
+    """Return the words of a command line from index `place` up to the first word with punctuation after it."""
     words: list[str] = []
     while (match := WORD.match(fix, place)) is not None:
         word = match[0] if match[0][0] in "'\"" else match[0].rstrip(",;:?")
@@ -70,7 +70,7 @@ def command_at(fix: str, place: int) -> list[str]:
 
 
 def fixed(argv: Sequence[str], error: ErrorDetails) -> list[list[str]]:
-    """Return the command line with the fix of an error in place of the wrong words, once for each fix it names."""
+    """Return a command line for each fix in the error, with the wrong words replaced by it."""
     fix = error.fix or ""
     wrong = flag_words(argv, error.key) or [text for text in argv if is_about(error.key, text)]
     rest = [text for text in argv if text not in wrong]
@@ -98,7 +98,7 @@ def is_about(key: str, text: str) -> bool:
 
 
 def flag_words(argv: Sequence[str], key: str) -> list[str]:
-    """Return a flag and its value, if the key is one."""
+    """Return a flag and its value if `key` is a flag, otherwise an empty list."""
     for place, word in enumerate(argv):
         if key.startswith("--") and word.partition("=")[0] == key:
             takes_next = "=" not in word and "=" not in "".join(argv[place + 1 : place + 2])
@@ -107,13 +107,13 @@ def flag_words(argv: Sequence[str], key: str) -> list[str]:
 
 
 def respelled(text: str, word: str, error: ErrorDetails) -> str:
-    """Return an override with another spelling of its key, or of its value."""
+    """Return an override with the corrected spelling of its key or value."""
     sign = text[: len(text) - len(text.lstrip("+~"))]
     own, _, value = text.lstrip("+~").partition("=")
     if "=" in word:
         return word
     if not OF_A_KEY.match(error.got):
         return f"{sign}{own}=[{word}]" if value.startswith("[") else f"{sign}{own}={word}"
-    if "." in own and "." not in word:  # in `optimiser.lr` the first word is wrong
+    if "." in own and "." not in word:  # in `optimiser.lr` only the first part is wrong
         word = f"{word}.{own.partition('.')[2]}"
     return f"~{word}" if sign == "~" else f"{sign}{word}={value}"

@@ -1,4 +1,4 @@
-"""exp.audit reports what a folder from elsewhere would do, without doing it."""
+"""exp.audit reports the dangers of a downloaded folder without running its code."""
 
 import json
 import os

@@ -91,7 +91,7 @@ COMMANDS = [
 def empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    # A module beside somebody's conf, of another test's folder.
+    # Another test may have imported the module of its folder.
     monkeypatch.delitem(sys.modules, "spirals", raising=False)
     return tmp_path
 
@@ -154,7 +154,7 @@ def test_ones_own_conf_layer_data_and_hook_pass(empty, capsys):
 def test_an_allowed_package_on_the_command_line_passes(empty):
     node = "+metrics.mine={_target_: sklearn.linear_model.LogisticRegression}"
     errors = examine(resolve(compose([node, "security.allow=[sklearn]"]))).errors
-    # Allowed, and then refused by its place.
+    # The package is allowed, and the class is refused because it is no metric.
     assert [error.key for error in errors] == ["metrics.mine._target_"]
     assert "torchmetrics.Metric" in errors[0].expected
     assert "allowed" not in errors[0].got
@@ -186,7 +186,7 @@ def write(path: Path, text: str) -> None:
 
 
 class TestSources:
-    """The file that an error names is the one that set the key last."""
+    """Errors have the file that sets the key last."""
 
     def error(self, command: list[str], key: str) -> ErrorDetails:
         return next(error for error in examine(resolve(compose(command))).errors if error.key == key)
@@ -275,7 +275,7 @@ VALUES = st.sampled_from([
 
 @st.composite
 def edits(draw):
-    """Where to go down from the root, by the share of each level's keys, and what to do there."""
+    """Draw an edit: the path as a fraction of the keys at each level, the action, and a value."""
     steps = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=6))
     return steps, draw(st.sampled_from(["delete", "rename", "replace", "add"])), draw(VALUES)
 

@@ -1,4 +1,4 @@
-"""Values against annotations, signatures of real classes, spellings: the parts that the check is made of."""
+"""Parts of the check: values compared with annotations, signatures of real classes, and spellings."""
 
 import collections.abc
 import datetime
@@ -109,7 +109,7 @@ def test_kinds_are_told_in_plain_words(annotation, words):
 
 
 class Bounded:
-    """Declares bounds in annotations. They are strings, as with `from __future__ import annotations`."""
+    """Class with bounds in its annotations, which are strings as with `from __future__ import annotations`."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ def test_kwargs_are_read_on_in_the_bases():
     signature = signature_of(Top)
     assert list(signature.parameters) == ["name", "depth", "width"]
     assert [name for name, parameter in signature.parameters.items() if parameter.required] == ["name"]
-    assert signature.open  # a constructor may take names out of its kwargs
+    assert signature.open  # a constructor may read further names from its kwargs
     assert not signature_of(type("Plain", (Base,), {})).open
 
 
@@ -248,7 +248,7 @@ def test_annotations_as_text_are_looked_up_where_they_were_written():
 
 
 def test_the_hidden_names_of_a_metric_are_those_it_takes():
-    """torchmetrics 1.9: Metric pops these out of **kwargs and refuses any other."""
+    """Metric of torchmetrics 1.9 reads these names from **kwargs and refuses all others."""
     names = HIDDEN_NAMES["torchmetrics.metric.Metric"]
     given_by_hand = {name: False for name in names if names[name] is bool} | {"dist_sync_on_step": True}
     torchmetrics.MeanMetric(**given_by_hand)

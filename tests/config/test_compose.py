@@ -1,4 +1,4 @@
-"""Composition of overrides and files: what composes, which errors are reported, and where configs are found."""
+"""Composition of overrides and files: valid configs, errors, and the search for config files."""
 
 import logging
 import os
@@ -51,7 +51,7 @@ def refused_values(*overrides: str) -> list[ErrorDetails]:
 
 
 def whole(*overrides: str) -> dict:
-    """Return a config without its overrides, in a directory that does not depend on the clock."""
+    """Return a config without its overrides, with a fixed run directory."""
     plain = OmegaConf.to_container(exp.compose([*overrides, FIXED_DIRECTORY]), resolve=False)
     del plain[COMPOSITION]["overrides"]
     return plain
@@ -83,7 +83,7 @@ def test_composing_changes_nothing_in_the_process():
     assert not GlobalHydra.instance().is_initialized()
 
 
-# Further ones are in wrong_inputs.txt.
+# wrong_inputs.txt has further wrong overrides.
 WRONG = [
     ("precision=[bf16,fp16]", "precision", "Write precision="),
     ("+optimizer=sgd", "optimizer", "Write optimizer=sgd"),
@@ -300,7 +300,7 @@ def test_a_file_may_set_directories_and_sweeps():
         "# @package _global_\nhydra: {run: {dir: outputs/e}, sweeper: {params: {seed: '0,1'}}}\n",
     )
     assert exp.compose(["experiment=e"])["_composition_"].directory.endswith("outputs/e")
-    # A user's primary config starts as a copy of exp's and may choose another launcher.
+    # A custom primary config is usually a copy of exp's, and may select another launcher.
     text = (OWN_CONF / "train.yaml").read_text()
     write("conf/train.yaml", text)
     exp.compose([])

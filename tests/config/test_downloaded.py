@@ -1,4 +1,4 @@
-"""A YAML file from elsewhere cannot extend the allow list, import a module or run a program."""
+"""A downloaded YAML file cannot extend the allow list, import a module or run a program."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ STOPPING = "callbacks: {stop: {_target_: lightning.pytorch.callbacks.EarlyStoppi
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """Install a module that creates a file when it is imported."""
+    """Write a module that creates a file when it is imported."""
     monkeypatch.chdir(tmp_path)
     installed = tmp_path / "installed"
     installed.mkdir()

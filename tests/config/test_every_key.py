@@ -22,7 +22,7 @@ WRONG = {
     dict: (3, [1], "word"),
     type(None): ([1], {"a": 1}, 2.5, "word", True),
 }
-# Without these the config may be valid. The error is at the key that no longer fits.
+# If one of these keys is deleted, the error may be at the key that depends on it.
 USED_ELSEWHERE = {
     "metrics.accuracy.average": "monitor: ",
     "model.layers.*": "metrics.",
@@ -49,14 +49,14 @@ def items_below(plain, path):
 
 
 def edited(node, path, value):
-    """Return nested mappings with another value at a path. The order of the keys stays the same."""
+    """Return a copy of nested mappings with another value at a path, and the same order of keys."""
     name, *rest = path
     changed = {**node, name: edited(node[name], rest, value) if rest else value}
     return {key: one for key, one in changed.items() if one is not DELETED}
 
 
 def is_named(path, text):
-    """Return whether a message names a key, a key above it, or a key of the same group."""
+    """Return True if a message contains a key, its parent, or a key of the same group."""
     key = ".".join(path)
     places = [*(f"{'.'.join(path[:end])}: " for end in range(1, len(path))), f"\n  {path[0]}."]
     places += [f"\n  {place}" for pattern, place in USED_ELSEWHERE.items() if fnmatch.fnmatch(key, pattern)]
@@ -64,7 +64,7 @@ def is_named(path, text):
 
 
 def assert_each_edit_is_answered(plain, items, *, with_wrong_types):
-    """Edit one key of one config object after another, validate and restore the node."""
+    """Edit one key at a time in one config object, validate the config and restore the key."""
     config = OmegaConf.create(plain)
     OmegaConf.set_struct(config, True)  # as exp.compose returns it
     for path, value in items:
@@ -102,7 +102,7 @@ def test_validate_names_each_edited_key(name, share, tmp_path, monkeypatch):
 
 
 def override(path, value):
-    """Return the edit of a key as it is typed on the command line."""
+    """Return an edit of a key in the syntax of the command line."""
     if value is DELETED:
         return f"~{'.'.join(path)}"
     typed = {None: "null", True: "true"}.get(value) if not isinstance(value, list | dict) else None

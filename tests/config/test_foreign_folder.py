@@ -1,4 +1,4 @@
-"""A folder from elsewhere: its modules are imported only if a config names them, in the parent and in ranks."""
+"""Modules of a downloaded folder are imported only if a config names them, in the parent and in ranks."""
 
 import os
 import subprocess
@@ -15,13 +15,13 @@ from exp.config.freeze import freeze
 from exp.errors import ConfigError
 from exp.strategies.rank import ALONE
 
-# Modules of the standard library, installed packages, and modules that Python imports by itself. The imports of
+# Modules of the standard library, installed packages, and modules that Python imports automatically. The imports of
 # `python -m` (runpy, importlib) cannot be prevented, see docs/security.md.
 PRESENT = (
     "sitecustomize", "usercustomize", "argparse", "json", "typing", "random", "logging", "socket", "yaml", "torch",
     "numpy", "hydra", "omegaconf", "lightning", "torchmetrics", "rich", "tensorboard", "dotenv", "annotated_types",
 )  # fmt: skip
-# Optional packages that torch and others look for. They may be imported from a folder that a config names.
+# Optional packages that torch and others try to import. They may come from a folder that a config names.
 ABSENT = (
     "optree", "triton", "jsonargparse", "torch_xla", "cupy", "pandas", "transformers", "dill", "cloudpickle", "unused"
 )  # fmt: skip
@@ -62,7 +62,7 @@ def started(folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [("model=mine", "strategy=ddp", "launch.devices=2"), ("model=mlp",)])
 def test_unnamed_modules_of_the_folder_are_not_imported(folder, ranks):
-    """With model=mine the folder is on the path of each rank."""
+    """With model=mine, the folder is on the import path of each rank."""
     for name in ABSENT if "model=mine" in ranks else ():
         (folder / f"{name}.py").unlink()
     done, ran = started(

@@ -1,4 +1,4 @@
-"""from_run=DIR: the config of an earlier run, changed by the overrides of the command."""
+"""from_run=DIR uses the config of an earlier run with the overrides of the command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def frozen(*overrides: str) -> Path:
-    """Return the directory of a run as it is when its training starts."""
+    """Freeze a config and return its run directory, without training."""
     return freeze(resolve(compose(overrides)).config)
 
 
@@ -99,7 +99,7 @@ def test_values_of_a_changed_file_are_kept(folder, capsys):
         f"as in {run}; the configs differ today: {expected}",
         f"new since {run}: optimizer.dampening=0.1",
     ]
-    # This command changes the values.
+    # Overrides of this command take precedence.
     other = config_of(frozen(f"from_run={run}", "optimizer=sgd", "model.layers.head.bias=false"))
     assert "nesterov" not in other["optimizer"]
     assert other["model"]["layers"]["head"]["bias"] is False
@@ -218,7 +218,7 @@ def test_a_run_with_a_removed_option_is_reported(folder, capsys):
 
 def test_resume_and_sweep_of_the_run_are_dropped(folder):
     run = frozen("seed=1", "sweep.max_failures=3", "sweep.repeat_over=seed")
-    # A resumed run has these.
+    # A resumed run has these overrides.
     (run / "overrides.yaml").write_text("- seed=1\n- resume=outputs/x.ckpt\n- sweep.max_failures=3\n")
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace("resume: null", "resume: outputs/x.ckpt")
@@ -240,7 +240,7 @@ def test_the_allow_list_must_be_repeated(folder, monkeypatch):
 
 
 class Freezing:
-    """Freezes each job and ends it."""
+    """Executor that freezes each job and does not train."""
 
     slots, stacks = 1, False
 
@@ -300,7 +300,7 @@ def test_a_directory_without_a_run_is_an_error(folder, words, message):
 def test_a_cut_config_is_refused(part):
     run = frozen("seed=1")
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
-    # What remains before a key at the top is YAML.
+    # A file that is cut before a top-level key is valid YAML.
     tops = [place for place, line in enumerate(lines) if line[0].isalpha()]
     (run / "config.yaml").write_text("".join(lines[: tops[int(part * len(tops))]]))
     with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*: a part of it is lost"):

@@ -1,4 +1,4 @@
-"""The run directory is created exclusively and records where the run came from."""
+"""The run directory is created exclusively and records command, revision and environment of the run."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def test_a_config_of_an_earlier_version_passes_the_check(tmp_path, monkeypatch):
     del content["runtime"]["compile_mode"]
     path.write_text(yaml_text(content))
     assert early_errors(read_frozen(directory)) == []
-    # A config that was cut lacks older keys.
+    # The file of a damaged config lacks keys that all versions have.
     del content["launch"]
     path.write_text(yaml_text(content))
     assert [error.key for error in early_errors(read_frozen(directory))] == ["launch"]

@@ -209,12 +209,12 @@ def test_a_typed_node_replaces_the_chosen_option(home):
     assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 3}
     config = exp.compose(["hydra.run.dir=run", "model=mlp", "model={_target_: makers.Net}", "model.width=4"])
     assert OmegaConf.to_container(config.model) == {"_target_": "makers.Net", "width": 4}
-    # Keys that exp reads stay; parameters of the replaced class go.
+    # The keys that exp reads stay, and the parameters of the replaced class are removed.
     config = exp.compose(["hydra.run.dir=run", "optimizer={_target_: torch.optim.SGD, lr: 0.1}"])
     assert OmegaConf.to_container(config.optimizer) == {
         "groups": {}, "exempt_from_decay": [], "_target_": "torch.optim.SGD", "lr": 0.1,
     }  # fmt: skip
-    # A layer keeps its place among the others.
+    # A replaced layer keeps its position.
     before = list(exp.compose(["hydra.run.dir=run"]).model.layers)
     config = exp.compose(["hydra.run.dir=run", f"model.layers.{before[1]}={{_target_: torch.nn.Tanh}}"])
     assert list(config.model.layers) == before

@@ -1,6 +1,6 @@
-"""A line of habits.txt, which other frameworks' users type, runs or is answered with the line that runs.
+"""Commands of other frameworks in habits.txt run, or their error has the command that runs.
 
-docs/make_habits.py makes the site's page from the same table.
+docs/make_habits.py makes a page of the site from the same table.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Composition by Hydra's public API, and the grammar of overrides. A failure names what an update of Hydra changed."""
+"""Assumptions about Hydra: composition with its public API, and the grammar of overrides."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,7 +30,7 @@ def test_layers_are_the_merged_files_in_order():
 
 
 def test_hydra_ignores_a_plus_after_an_equal_sign():
-    """exp joins both before Hydra sees them."""
+    """exp joins the two words before it passes them to Hydra."""
     config, _ = composed("hooks=[memory]", "+hooks=throughput")
     assert list(config.hooks) == ["memory"]
     with pytest.raises(ConfigError):
@@ -70,7 +70,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("code", "message"), BROKEN.items())
 def test_a_broken_plugin_is_named(code, message, tmp_path, commands):
-    """Hydra imports all plug-ins for any command and passes on all errors except ImportError."""
+    """Hydra imports all plug-ins for any command, and raises all of their errors except ImportError."""
     package = tmp_path / "installed" / "hydra_plugins" / "broken"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -94,7 +94,7 @@ def test_a_changed_file_is_reread(tmp_path):
 
     known = optimizer()
     assert optimizer() == known
-    for value in (1.5, 2.25):  # the lengths differ, because timestamps may be coarse
+    for value in (1.5, 2.25):  # the texts have different lengths, because two files may have the same timestamp
         (own / "sgd.yaml").write_text(f"_target_: torch.optim.SGD\nlr: {value}\n")
         found = optimizer()
         assert (found["lr"], "momentum" in found) == (value, False)

@@ -1,4 +1,4 @@
-"""A user's config folder with values, groups and resolver functions of its own."""
+"""A user's config folder with custom values, groups and resolver functions."""
 
 import sys
 import textwrap
@@ -88,7 +88,7 @@ def test_values_below_vars_are_interpolated(place):
     assert width("+vars.width=32", "model.layers.hidden.out_features=${vars.width}") == 32
     found = refused("vars.width=32")["vars.width"]
     assert found.fix == "To add it, write +vars.width=32"
-    # A node is checked when something refers to it.
+    # A node in vars is checked only if another key refers to it.
     assert check(["+vars.layer={_target_: torch.nn.Nope}"]) == 0
     assert "Did you mean" in refused("+vars.layer={_target_: torch.nn.Tanhh}", "model.layers.activation=${vars.layer}")[
         "model.layers.activation._target_"
@@ -147,11 +147,11 @@ def test_a_resolver_belongs_to_its_config(place):
     assert "mine" not in sys.modules
     assert width("experiment=own") == 24
     assert sys.modules["mine"].ran == [48]
-    # Another config does not know it.
+    # Another config has no such resolver.
     assert "half" in refused("model.layers.hidden.out_features=${half:64}")["model.layers.hidden.out_features"].expected
     assert refused("+resolvers.now=mine.half")["resolvers.now"].fix == "Write resolvers.my_now"
     assert "no such number" in refused("+resolvers.x=mine.fails", "seed=${x:3}")["seed"].expected
-    # A file may not allow the package of a resolver.
+    # A YAML file may not allow the package of a resolver; only the command line may.
     Path("conf/experiment/opens.yaml").write_text(
         "# @package _global_\nsecurity: {allow: [shutil]}\nresolvers: {x: shutil.rmtree}\ndata_dir: ${x:conf}\n"
     )
@@ -170,7 +170,7 @@ def test_a_resolver_gives_one_value_per_config(place):
     kept = OmegaConf.load(directory / "config.yaml")
     assert kept.seed == resolved.plain["seed"] == first.seed == read_resolved(directory).plain["seed"]
     assert kept.name == first.name != kept.seed
-    # Other arguments and another config get new values.
+    # The resolver runs again for other arguments and for another config.
     first.vars.a = 6
     first.data.batch_size = "${half:${vars.a}}"
     assert (first.data.batch_size, first.seed) == (3, kept.seed)
@@ -244,7 +244,7 @@ def test_a_user_primary_config_extends_that_of_exp(place, capsys):
 
 
 def test_parameters_of_a_user_class_are_accepted(place):
-    """train_val_test_split and pretrained are words of other frameworks."""
+    """Other frameworks use train_val_test_split and pretrained, which exp refuses elsewhere."""
     Path("keeping.py").write_text(
         "from lightning.pytorch import LightningDataModule\nfrom torch import nn\n\n\n"
         "class Data(LightningDataModule):\n    def __init__(self, train_val_test_split=0.1):\n"

@@ -21,10 +21,10 @@ from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 
-# With these sizes the data set is not built to find them.
+# With these sizes in the config, the check does not build the data set.
 SIZES = "input_shape: [4], input_dtype: float32, num_outputs: 3, num_classes: 3"
 FAULTY = ["model=lenet", "data=wine", "trainer.max_epochs=-1", "hooks.gradients.modules=[nothing]", "monitor=los/val"]
-# Counts what is constructed, and the forward passes on the meta device.
+# Classes that count constructions and forward passes on the meta device.
 COUNTING = """
 import torch
 from exp.hooks.hook import Hook
@@ -81,7 +81,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch):
-    """The counting module and a config of its classes."""
+    """The module with counting classes, and a config that uses them."""
     name = f"counting_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(COUNTING)
     monkeypatch.syspath_prepend(str(tmp_path))

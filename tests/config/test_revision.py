@@ -1,4 +1,4 @@
-"""The revision and diff of the working directory are git's, and nothing that its .git names is run."""
+"""Revision and diff of the working directory equal git's, and no program that its .git names is run."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def repository(tmp_path, monkeypatch):
 
 
 def program(tmp_path, name="evil"):
-    """Return a program that creates a file when it runs, and the file."""
+    """Write a program that creates a file, and return both paths."""
     canary = tmp_path / f"{name}.ran"
     script = tmp_path / f"{name}.sh"
     script.write_text(f"#!/bin/sh\ntouch {canary}\n")
@@ -41,7 +41,7 @@ def program(tmp_path, name="evil"):
 
 
 def arm(folder, script):
-    """Set everything in a .git that is known to name a program."""
+    """Write a program into all settings of a .git that can run one."""
     for key in (
         "core.fsmonitor", "core.pager", "core.editor", "core.sshCommand", "core.gitProxy", "core.askPass",
         "core.alternateRefsCommand", "diff.external", "diff.evil.textconv", "diff.evil.command", "credential.helper",

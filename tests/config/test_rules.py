@@ -1,4 +1,4 @@
-"""Combinations that Lightning would refuse later, and errors that follow from other errors."""
+"""Invalid combinations of settings that the check reports, and errors that only follow from other errors."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def refusal(capsys, command: str) -> str:
      "trainer.check_val_every_n_epoch"),
     ("+trainer.barebones=true", "trainer.barebones"),
     ("data.parts.val=0", "data.parts.val"),
-    # The tag of a metric is its name, and loss/val is the objective's.
+    # The tag of this metric would be loss/val, which is the tag of the objective.
     ("+metrics.loss={_target_: torchmetrics.MeanMetric}", "metrics.loss"),
     ("+metrics.confusion={_target_: torchmetrics.MeanMetric};+hooks=confusion", "metrics.confusion"),
     ("+objective.train={_target_: torch.nn.CrossEntropyLoss}", "objective.train"),

@@ -1,4 +1,4 @@
-"""python -m exp.schema: every YAML file of conf/ is valid by its schema, and typing errors are not."""
+"""python -m exp.schema: every YAML file of conf/ is valid by its schema, and files with typing errors are not."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ FILES = sorted(CONF.rglob("*.yaml"))
 
 
 def schema_of(file: Path, conf: Path) -> str:
-    """Return the name of the schema of a YAML file below a folder of configs."""
+    """Return the name of the schema for a YAML file in a config folder."""
     parts = file.relative_to(conf).parts
     return "train" if len(parts) == 1 or "@package _global_" in file.read_text() else parts[0]
 
@@ -33,7 +33,7 @@ def validators(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
-        for module in ("spirals", "lit"):  # another test may have imported other files
+        for module in ("spirals", "lit"):  # another test may have imported other modules of these names
             patch.delitem(sys.modules, module, raising=False)
         schemas = make_schemas(libraries=("torch.optim",))  # all classes of torch.nn would take 5 s
     found = {}

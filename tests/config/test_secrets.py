@@ -1,4 +1,4 @@
-"""A secret from the environment reaches the object that uses it, and no file and no output."""
+"""A secret from the environment reaches the object that uses it, and appears in no file and no output."""
 
 import json
 import os
@@ -75,7 +75,7 @@ SMALL = (
 
 
 def places_of(text: str, root: Path) -> list[str]:
-    """Return the files with a text in their content or name, except the one that the callback writes."""
+    """Return the files with a text in their content or name, except given.txt, which the callback writes."""
     found = []
     for path in root.rglob("*"):
         is_own = path.name == "given.txt"
@@ -96,7 +96,7 @@ def test_a_run_with_a_secret_writes_it_nowhere(place, capfd):
     assert places_of(CANARY, place) == []
     assert CANARY not in screen.out + screen.err
     assert read_frozen(run).callbacks.uploads.token == KEPT
-    # The files hold the interpolation.
+    # The files contain the interpolation instead of the secret.
     assert KEPT in (run / "config.yaml").read_text()
     assert f"https://train:{KEPT}@host" in (run / "config.yaml").read_text()
     assert "connected with ${oc.env:MY_API_TOKEN}" in (run / "train.log").read_text()

@@ -1,4 +1,4 @@
-"""The allow list that every `_target_` passes."""
+"""The allow list for every `_target_`."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exp.config.targets import FUNCTIONS, LISTED_CLASSES, TargetError, resolve
 
-# A name and the module that it would import; None if that is loaded anyway.
+# Forbidden name, and the module that must not be imported for it; None if the module is always loaded.
 ATTACKS = [
     ("builtins.eval", None),
     ("os.system", None),
@@ -26,7 +26,7 @@ ATTACKS = [
     ("exp.run.fit", "exp.run"),
     ("antigravity.webbrowser", "antigravity"),
 ]
-# Allowed names that lead to other modules.
+# Names in allowed modules that refer to other modules.
 RE_EXPORTS = [
     "torch.nn.functional.importlib.import_module",
     "torch.nn.modules.module.warnings.warn",
@@ -129,7 +129,7 @@ def test_random_names_are_classes_or_refused(parts):
 
 
 class TestUserModules:
-    """Modules next to ./conf. Their names differ because Python keeps what it imports."""
+    """Modules next to ./conf, with a new name in each test because Python caches imports."""
 
     @pytest.fixture
     def home(self, tmp_path, monkeypatch):

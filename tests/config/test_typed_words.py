@@ -1,4 +1,4 @@
-"""Words of Hydra and Lightning that exp accepts: directories elsewhere, a mode, gpu, numbers."""
+"""Values of Hydra and Lightning that exp accepts: directories on other disks, a mode, gpu, numbers."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ from exp.spelling import parse_number
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A working directory, and beside it a disk."""
+    """A working directory `work`, and a folder `disk` next to it."""
     (tmp_path / "work").mkdir()
     (tmp_path / "disk").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -58,7 +58,7 @@ def test_results_go_to_no_place_that_a_file_leads_them_to_nor_into_the_place_its
 
 def test_a_file_and_a_recorded_command_lead_results_nowhere_else(place):
     run = freeze(plan(resolve(exp.compose([]))).resolved.config)
-    # As somebody who hands on a run directory could have written it.
+    # An attacker could write this into a run directory.
     (run / "overrides.yaml").write_text(f"- hydra.run.dir={place}/disk/x\n- hydra/launcher=slurm\n")
     config = exp.compose([f"from_run={run}"])
     assert Path(config[COMPOSITION].directory).is_relative_to(place / "work")
@@ -115,7 +115,7 @@ def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():
     ("trainer.max_epochs=1e2", "trainer.max_epochs", 100), ("data.batch_size=1_000", "data.batch_size", 1000),
     ("checkpoint.every_n_steps=1.5e3", "checkpoint.every_n_steps", 1500), ("seed=1e3", "seed", 1000),
     ("trainer.limit_train_batches=1e1", "trainer.limit_train_batches", 10), ("optimizer.lr=1e1", "optimizer.lr", 10.0),
-    # Of Lightning's limits 1.0 is all batches, and 1 is one.
+    # For Lightning's limits, 1.0 means all batches, and 1 means one batch.
     ("trainer.limit_train_batches=1e0", "trainer.limit_train_batches", 1.0), ("optimizer.lr=.5", "optimizer.lr", 0.5),
 ])  # fmt: skip
 def test_a_number_is_whole_where_one_stands(typed, key, value):

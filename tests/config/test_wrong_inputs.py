@@ -1,6 +1,6 @@
-"""A wrong command line is answered before training with an error at its key and a fix, and the fix works.
+"""A wrong command line is an error before training, with the key and a fix that works.
 
-wrong_inputs.txt is the table of inputs, wrong_inputs.yaml the files that they need.
+wrong_inputs.txt has the command lines, and wrong_inputs.yaml the files that they need.
 """
 
 import runpy
@@ -47,7 +47,7 @@ def place(tmp_path, monkeypatch):
 
 
 def assert_fixes_work(argv, errors, *, rounds=3):
-    """Apply each fix: its error is gone, and errors that appear instead have fixes that work."""
+    """Assert that each fix removes its error, and that new errors also have fixes that work."""
     assert rounds or not errors, (argv, [str(error) for error in errors])
     known = {(error.key, error.got) for error in errors}
     for error in errors:
@@ -162,7 +162,7 @@ def test_more_devices_than_gpus_are_refused():
         placement("ddp", devices=8, machine=Machine(gpus=2))
 
 
-# Commands that need an extra. FILE is an existing file. Extras without one are named by other commands.
+# Overrides that need an extra, where FILE is an existing file. Other commands name the extras without overrides.
 EXTRAS = {
     "wandb": ["logger=wandb", "'+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}'"],
     "mlflow": ["logger=mlflow", "'+logger.x={_target_: lightning.pytorch.loggers.MLFlowLogger}'"],
@@ -177,7 +177,7 @@ PACKAGES = {"parquet": "pyarrow", "hf": "datasets"}
 
 
 class Folders:
-    """Finds a folder without code for the package of every extra, such as the one that W&B leaves where it ran."""
+    """Import finder that returns an empty folder for the package of each extra, such as the folder wandb/ of W&B."""
 
     def find_spec(self, name, path=None, target=None):
         is_of_an_extra = name in {PACKAGES.get(extra, extra) for extra in EXTRAS} | {"torchao"}

@@ -1,4 +1,4 @@
-"""Scalars of YAML files that YAML 1.1 and YAML 1.2 read differently."""
+"""Scalars that differ between YAML 1.1 and YAML 1.2."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Sampler
 
 
 class Growing(Sampler[int]):
-    """Keeps something from pass to pass: each begins one sample further on. It draws by torch's generator, too."""
+    """Random sampler with state: each pass adds `stride` to the drawn indices. It draws from torch's generator."""
 
     def __init__(self, data_source: Any, stride: int = 1) -> None:
         self.count, self.stride, self.passes = len(data_source), stride, 0
@@ -26,14 +26,14 @@ class Growing(Sampler[int]):
 
 
 class Shrinking(Growing):
-    """Another number of samples in each epoch."""
+    """Sampler with one sample less in each pass."""
 
     def __iter__(self) -> Iterator[int]:
         yield from list(super().__iter__())[self.passes :]
 
 
 class Words(Dataset[Any]):
-    """Sequences of 3 to 11 tokens, and a class for each token."""
+    """Data set of sequences of 3 to 11 tokens with a class for each token."""
 
     def __init__(self, samples: int = 48) -> None:
         self.samples = samples
@@ -47,7 +47,7 @@ class Words(Dataset[Any]):
 
 
 class Tagger(nn.Module):
-    """A class for each token from it and from the mean of those that are there."""
+    """Network that predicts a class for each token from the token and from the mean of all tokens except padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class Interrupted(Pairs):
         os.kill(os.getpid(), signal.SIGINT)
 '''
 ALLOW = "security.allow=[looked_at]"
-# Without a validation split there is no loss/val.
+# loss/val does not exist without a validation split.
 ALONE = "monitor=loss/train"
 
 
@@ -117,7 +117,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own(name: str, *, parts: str = "{train: 1.0, val: 0, test: 0}", more: str = "") -> str:
-    """Write conf/data/own.yaml for a data set of the module above, and return the word that selects it."""
+    """Write conf/data/own.yaml for a data set of the module above, and return the override that selects it."""
     Path("conf/data/own.yaml").write_text(
         "# A data set of this test: data=own\n"
         "defaults: [_loader, _self_]\n"
@@ -129,7 +129,7 @@ def own(name: str, *, parts: str = "{train: 1.0, val: 0, test: 0}", more: str = 
 
 
 def look(*words: str) -> dict:
-    """Return the content of the data.json that the command writes, and its directory."""
+    """Run the command, and return the content of its data.json and the directory."""
     assert main([*words, ALONE]) == 0
     (found,) = sorted(Path("outputs").rglob("data.json"), key=lambda path: path.stat().st_mtime_ns)[-1:]
     return json.loads(found.read_text(encoding="utf-8")) | {"directory": found.parent}
@@ -145,7 +145,7 @@ def close(numbers: dict, values: np.ndarray) -> None:
 
 
 def arrays(stage: str, *words: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs and targets of a split, as the network gets them."""
+    """Return the inputs and targets of a split that the network receives."""
     input, target = build_data(resolve(exp.compose(list(words))).settings).part(stage).entries
     return input.numpy().astype(np.float64), target.numpy()
 
@@ -215,7 +215,7 @@ def test_a_table_is_shown_as_its_file_has_it(place: Path) -> None:
 def test_a_large_mean_costs_no_digits(place: Path) -> None:
     rows = 1e8 + np.random.default_rng(0).normal(size=(3000, 2)).astype(np.float64)
     np.savez(place / "far.npz", input=rows, target=np.arange(3000) % 2)
-    held = rows.astype(np.float32).astype(np.float64)  # Arrays returns float32
+    held = rows.astype(np.float32).astype(np.float64)  # Arrays converts to float32
     own("{_target_: exp.data.arrays.Arrays, path: far.npz}")
     for column, numbers in enumerate(look("data=own")["parts"]["train"]["numbers"]["input"]):
         close(numbers, held[:, column])
@@ -340,7 +340,7 @@ def test_absent_and_rare_classes_are_named(place: Path, capsys: pytest.CaptureFi
     words = own(
         "{_target_: exp.data.delimited.Csv, path: rare.csv, target: kind}",
         parts="{train: 45, val: 0, test: 0}",
-        more="parts_seed: 34",  # leaves the only sample of class c out
+        more="parts_seed: 34",  # this seed excludes the only sample of class c
     )
     found = look(words)["parts"]["train"]["classes"]["target"]
     assert (found["names"], found["counts"]) == (["a", "b", "c"], {"0": 44, "1": 1})
@@ -375,7 +375,7 @@ def test_pictures_are_named_by_their_files(place: Path, capsys: pytest.CaptureFi
     assert (
         "differs: input is float32 [3, 8, 8] in train, and float32 [3, 12, 12] in val" in look(*words, crop)["findings"]
     )
-    # Only the beginning of a file is read before the run, and it is intact.
+    # The run reads only the start of a picture before training, and here the end is missing.
     file = place / "pets" / "dog" / "z.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)).save(file)
     file.write_bytes(file.read_bytes()[:-60])
@@ -416,7 +416,7 @@ def test_a_full_standard_output_loses_no_files(place: Path, commands) -> None:
 
 
 def data_files(place: Path) -> dict[str, list[str]]:
-    """Write small data files, and return the words of the command line that select them, by option of conf/data."""
+    """Write small data files, and return the overrides that select them, by option of conf/data."""
     draws = np.random.default_rng(0)
     rows = draws.normal(size=(40, 3))
     lines = [f"{x:.6f},{y:.6f},{'uvw'[index % 3]},{'ab'[index % 2]}" for index, (x, y, _) in enumerate(rows)]

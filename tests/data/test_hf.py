@@ -1,4 +1,4 @@
-"""Tests of data sets of the package datasets, from folders, files and functions, without network access."""
+"""Tests of Hugging Face data sets from folders, files and functions, without network access."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def parts(*names):
 
 
 def save_16_bits(kind, channels):
-    """Write a PNG file (PNG, section 5) of a color type, which pillow reads and does not write."""
+    """Write a 16-bit PNG file (section 5 of the standard), which pillow reads but cannot write."""
 
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -219,7 +219,7 @@ def test_truncated_pictures_are_found_before_training(pets, first):
     for name in COLOURS:
         for number in range(4):
             Image.fromarray(whole).save(pets / name / f"{number}.png")
-    # The beginning of the file is intact.
+    # The end of the files is missing, and their start is intact.
     for file in (pets / "blue").glob("*.png") if first else [pets / "red/2.png"]:
         file.write_bytes(file.read_bytes()[:4000])
     words = ["data=images", f"data.dataset.path={pets}", "data.parts={train: 0.5, val: 0.5, test: 0}", "test=false"]
@@ -238,7 +238,7 @@ def test_random_crops_do_not_depend_on_workers(pets):
     assert all(torch.equal(mine, other) for mine, other in zip(*batches, strict=True))
 
 
-# Section 4.6.5 of the EXIF standard.
+# Orientations of section 4.6.5 of the EXIF standard.
 UPRIGHT = {
     1: lambda pixels: pixels,
     2: lambda pixels: pixels[:, ::-1],

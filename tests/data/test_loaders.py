@@ -1,4 +1,4 @@
-"""Tests of the three loaders, which give the same batches to any ranks, from any position, with any workers."""
+"""Tests of the three loaders: equal batches for any number of ranks and workers and from any position."""
 
 import random
 
@@ -21,7 +21,7 @@ def pairs() -> TensorDataset:
 
 
 class Rows(Dataset):
-    """The samples of `pairs` one by one, for torch's DataLoader."""
+    """Data set of the samples of `pairs`, for torch's DataLoader."""
 
     def __len__(self):
         return SAMPLES
@@ -41,7 +41,7 @@ class SizedStream(Stream):
 
 
 class SelfSharding(IterableDataset):
-    """Divides itself among workers as in the documentation of torch."""
+    """Stream that divides its samples among workers, as in torch's documentation."""
 
     def __iter__(self):
         worker = get_worker_info()
@@ -50,7 +50,7 @@ class SelfSharding(IterableDataset):
 
 
 class Noisy(Dataset):
-    """Draws from all three global generators."""
+    """Data set that draws from the global generators of Python, NumPy and torch."""
 
     def __len__(self):
         return SAMPLES
@@ -61,7 +61,7 @@ class Noisy(Dataset):
 
 
 class Jitter:
-    """A transform without a random generator of its own."""
+    """Transform that uses torch's global random generator."""
 
     def __call__(self, value):
         return value + torch.randn(value.shape) + random.random()
@@ -81,7 +81,7 @@ def plain(batches) -> list:
 
 
 def samples(loader) -> list[float]:
-    """Return the first number of each sample that is no copy."""
+    """Return the first number of each sample, without the copies that fill a batch."""
     return [row for batch in loader for row in batch.data[0][: batch.size, 0].tolist()]
 
 
@@ -97,7 +97,7 @@ def test_ranks_share_each_batch(kind, world_size):
         ranks = [list(shared.loader(stage, rank=rank, world_size=world_size)) for rank in range(world_size)]
         assert {len(batches) for batches in ranks} == {5}
         assert sorted(x for batches in ranks for x in samples(batches)) == ALL
-        # The last batch has 3 samples. The fourth rank gets a copy of one, which has no weight.
+        # The last batch has 3 samples, and the fourth rank gets a copy with weight 0.
         sizes = [batches[-1].size for batches in ranks]
         assert sum(sizes) == 3
         assert max(sizes) - min(sizes) <= 1
@@ -139,7 +139,7 @@ def test_a_loader_resumes_at_any_position(kind, workers):
 
 
 class Curriculum(Dataset):
-    """Says of each sample the epoch that it was told, and what it drew then."""
+    """Data set whose samples contain the epoch of the last `set_epoch` and a number drawn in it."""
 
     epoch, noise = -1, 0.0
 
@@ -169,7 +169,7 @@ class Growing(Curriculum):
     "kind", [Curriculum, Gathered, lambda: ConcatDataset([Curriculum()]), lambda: Subset(Curriculum(), range(SAMPLES))]
 )
 def test_a_data_set_is_told_its_epoch(kind, workers):
-    """Training has the run's epoch, also behind an evaluation of the same data within it, which has epoch 0."""
+    """Training gets the epoch of the run, also after an evaluation of the same data set, which gets epoch 0."""
     parts = {"train": 13, "val": 10}
     settings = {"num_classes": 1, "batch_size": 4, "seed": 7, "num_workers": workers, "parts": parts}
     made = Data(dataset=kind(), **settings)
@@ -243,7 +243,7 @@ def test_lengths_are_known_if_the_data_state_them():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_divided_among_workers_is_read_whole(workers):
-    # Fails if torch renames `torch.utils.data._utils.worker._worker_info`, which torch 2.13 has.
+    # exp uses `torch.utils.data._utils.worker._worker_info` of torch 2.13, a private name.
     shared = data("stream", train=SelfSharding(), num_workers=workers)
     assert sorted(samples(shared.loader("train"))) == ALL
 
@@ -281,7 +281,7 @@ def test_a_pinned_batch_is_a_pair_again():
 
 
 def test_another_start_method_gives_the_same_batches():
-    # A new process has to import every class.
+    # Workers of this method import all classes.
     def first(**settings):
         digits = Data(dataset=Digits(), batch_size=600, train_transforms={"same": Identity()}, **settings)
         return plain(digits.loader("train"))

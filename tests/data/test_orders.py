@@ -1,4 +1,4 @@
-"""Tests of the order of an epoch, the shares of ranks, and random generators."""
+"""Tests of the order of samples in an epoch, the samples of each rank, and random generators."""
 
 import random
 import tracemalloc
@@ -36,7 +36,7 @@ def test_an_order_is_a_permutation_read_from_anywhere(order, data):
 
 
 def test_orders_of_old_checkpoints_are_unchanged():
-    # Another order would change every resumed run.
+    # A change of the order would change resumed runs.
     assert Permuted(length=11, seed=7).slice(0, 11).tolist() == [1, 4, 6, 0, 10, 5, 9, 8, 2, 3, 7]
 
 
@@ -62,7 +62,7 @@ def test_an_order_takes_the_memory_of_a_page():
 
 
 def correlation(one, other):
-    """Return the correlation in standard deviations of that of random numbers."""
+    """Return the correlation, in units of its standard deviation for independent random numbers."""
     return abs(float(torch.corrcoef(torch.stack([one.double(), other.double()]))[0, 1])) * len(one) ** 0.5
 
 
@@ -73,17 +73,17 @@ def test_the_computed_order_looks_random():
     assert correlation(order, torch.arange(length)) < 4
     assert correlation(*orders) < 4
     assert all(correlation(order[:-lag], order[lag:]) < 4 for lag in (1, 2, 64, 4096))
-    # On average one pair of neighbors stays together in each direction, and rarely more than six do.
+    # In a random order, on average one pair of consecutive samples stays together in each direction.
     steps = order.diff()
     assert ((steps == 1).sum() < 7) & ((steps == -1).sum() < 7)
-    # Each eighth of the epoch has an eighth of its samples from each eighth of the data.
+    # Each eighth of the epoch has about equally many samples of each eighth of the data.
     for part in order[: length // 8 * 8].view(8, -1):
         counts = torch.bincount(part * 8 // length, minlength=8).double()
         assert float(((counts - len(part) / 8) ** 2 / (len(part) / 8)).sum()) < 30
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Numbers. read: those that were read."""
+    """Data set of numbers, which records the numbers that are read in `read`."""
 
     def __init__(self, length):
         self.length, self.read = length, []
@@ -138,7 +138,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def test_seeds_of_old_checkpoints_are_unchanged():
-    # Another value would change every resumed run.
+    # A change of the seed would change resumed runs.
     assert seed_for(0, "order", 1) == 7553898737722790512
     assert seed_for(np.int64(0), "order", torch.tensor(1)) == 7553898737722790512
     assert permutation(seed=3, epoch=2, length=6).tolist() == [1, 2, 4, 3, 5, 0]

@@ -1,4 +1,4 @@
-"""Tests of splits: disjoint, seeded, and of the requested sizes."""
+"""Tests of splits: they are disjoint, depend on the seed, and have the requested sizes."""
 
 import itertools
 import pickle
@@ -63,7 +63,7 @@ ROWS = [
 
 
 def table(tmp_path, ignore=("group", "split"), **split) -> Data:
-    """210 rows in 42 groups of 5, of the classes a, b and c in the shares 3, 2 and 2."""
+    """Return 210 rows in 42 groups of 5, with the classes a, b and c in the ratio 3 : 2 : 2."""
     (tmp_path / "rows.csv").write_text("\n".join(["number,group,kind,split", *ROWS]))
     made = Csv(path=str(tmp_path / "rows.csv"), target="kind", ignore=ignore, standardise=False)
     return Data(dataset=made, split=split)
@@ -251,7 +251,7 @@ def test_data_sets_with_fit_need_select():
 
 
 class Doubles(Plain):
-    """Samples in float64, as from NumPy."""
+    """Data set with samples in float64, as NumPy arrays give."""
 
     def __getitem__(self, index):
         return {"input": torch.full((2,), index + 1e-12, dtype=torch.float64), "target": index % 3, "weight": 0.5}

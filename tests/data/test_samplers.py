@@ -25,7 +25,7 @@ USER = runpy.run_path(str(OWN), run_name="own")
 WORDS = USER["Words"]()
 LENGTHS = [len(WORDS[index][0]) for index in range(len(WORDS))]
 SAMPLES = 40
-# 30 of class 0, 8 of class 1, 2 of class 2.
+# 30 samples of class 0, 8 of class 1, 2 of class 2.
 TARGETS = torch.tensor([0] * 30 + [1] * 8 + [2] * 2)
 
 
@@ -34,7 +34,7 @@ def pairs() -> TensorDataset:
 
 
 class Rows(Dataset):
-    """The same samples one by one, with a weight by name."""
+    """Data set of the same samples, with named entries and a weight."""
 
     def __len__(self):
         return SAMPLES
@@ -48,7 +48,7 @@ def data(sampler, *, train=None, **settings) -> Data:
 
 
 def numbers(loader) -> list[list[int]]:
-    """Return the samples of each batch that are no copies."""
+    """Return the samples of each batch, without the copies that fill it."""
     found = []
     for batch in loader:
         values = batch.data["input"] if isinstance(batch.data, dict) else batch.data[0]
@@ -57,7 +57,7 @@ def numbers(loader) -> list[list[int]]:
 
 
 def drawn(sampler, *, epochs: int = 1, **settings) -> torch.Tensor:
-    """Return how often each sample is drawn."""
+    """Return the number of draws of each sample."""
     loader = data(sampler, **settings).loader("train")
     return torch.tensor([one for _ in range(epochs) for batch in numbers(loader) for one in batch]).bincount(
         minlength=SAMPLES
@@ -93,7 +93,7 @@ def test_ranks_and_resumed_loaders_share_the_draw(kind, rows):
 def test_balanced_draws_all_classes_equally():
     counts = drawn("balanced", epochs=50)
     by_class = [int(counts[number == TARGETS].sum()) for number in range(3)]
-    # 2,000 draws; 5 standard deviations of a third of them.
+    # 2,000 draws, a third of each class, within 5 standard deviations.
     assert all(abs(count - 2000 / 3) < 105 for count in by_class), by_class
 
 
@@ -102,7 +102,7 @@ def test_draws_are_proportional_to_weights():
     counts = drawn(functools.partial(WeightedSampler, weights=weights.tolist(), num_samples=4000))
     expected = 4000 * weights / weights.sum()
     assert counts[0] == 0
-    # Chi-squared of 39 numbers; 3 standard deviations beyond its mean of 38.
+    # Chi-squared statistic of 39 counts, below its mean of 38 plus 3 standard deviations.
     assert float(((counts - expected)[1:] ** 2 / expected[1:]).sum()) < 38 + 3 * (2 * 38) ** 0.5
     once = drawn(functools.partial(WeightedSampler, weights=weights.tolist(), num_samples=39, replacement=False))
     assert once.tolist() == [0] + [1] * 39
@@ -180,13 +180,13 @@ def test_epochs_of_different_lengths_are_reported():
 
 
 def batched(batch_sampler=None, *, train=WORDS, **settings) -> Data:
-    """Return data of sequences of different lengths."""
+    """Return Data of sequences with different lengths."""
     given = {"train": train, "val": train, "batch_size": 6, "seed": 3, "num_classes": 5, "collate": "pad", **settings}
     return Data(**given, batch_sampler=batch_sampler)
 
 
 def rows(loader) -> list[list[list[int]]]:
-    """Return the samples of each batch that are no copies, without their padding."""
+    """Return the samples of each batch without padding and without the copies that fill it."""
     return [
         [row[mask].tolist() for row, mask in zip(batch.data["input"], batch.data["mask"], strict=True)][: batch.size]
         for batch in loader
@@ -210,7 +210,7 @@ def test_ranks_and_resumed_loaders_share_batches(kind):
     for batches in epochs:
         assert sorted(row for batch in batches for row in batch) == every
     assert epochs[0] != epochs[1]
-    # Seven ranks are more than the smallest batch has samples.
+    # The smallest batch has fewer than seven samples.
     for ranks in (2, 7):
         shared = [made().loader("train", rank=rank, world_size=ranks) for rank in range(ranks)]
         found = [rows(loader) for loader in shared]
@@ -229,7 +229,7 @@ def test_batches_keep_their_limits():
     assert all(batch.global_size <= 4 for batch in batched(BATCHES["small"]).loader("train"))
     dropped = batched(functools.partial(LengthBuckets, buckets=3), drop_last=True).loader("train")
     assert {batch.global_size for batch in dropped} == {6}
-    # Buckets need less padding than batches of consecutive samples.
+    # Buckets have less padding than batches of consecutive samples.
     plain, sorted_ = (
         sum(batch.data[0].numel() for batch in batched(kind).loader("train")) for kind in (None, LengthBuckets)
     )

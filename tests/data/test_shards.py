@@ -1,4 +1,4 @@
-"""Tests of files of records: samples, ranks, workers, resuming, and the errors of damaged files."""
+"""Tests of data=stream: samples, ranks, workers, resuming, and the errors of damaged files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_PYARROW = "pyarrow is not installed"
 
 
 def write_tar(file, members):
-    """Write a .tar of (name, bytes) pairs."""
+    """Write a .tar file of (name, bytes) pairs."""
     with tarfile.open(file, "w") as archive:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -49,7 +49,7 @@ def png(pixels) -> bytes:
 
 
 def write(folder, kind, *, each=EACH):
-    """Write rows of NUMBERS into one file per entry of `each`. The class of a sample is its number modulo 3."""
+    """Write `each[i]` samples to file number i; the class of a sample is its number modulo 3."""
     start = 0
     for number, count in enumerate(each):
         rows, classes = NUMBERS[start : start + count], [place % 3 for place in range(start, start + count)]
@@ -141,7 +141,7 @@ def test_the_length_is_known_if_files_state_it(tmp_path):
 
 
 def test_forked_workers_read_an_archive_independently(tmp_path):
-    # Values are larger than the buffer of a file, so that each value is a read.
+    # Each value is larger than a file's buffer, so that each value is a separate read.
     members = []
     for number in range(120):
         members += [(f"{number:04}.row.npy", npy(np.full(5000, number, dtype=np.float32))), (f"{number:04}.cls", b"1")]
@@ -342,7 +342,7 @@ def test_ranks_and_resumed_runs_of_a_stream_agree(tmp_path, ranks):
     write(tmp_path, "jsonl")
     words = [*WORDS, "precision=fp64", "model.constants.dropout=0.0"]
     whole = ranks.train(*words)
-    # The run does not know beforehand that an epoch has 5 batches.
+    # The length of an epoch, 5 batches, is unknown before it ends.
     half = ranks.train(*words, "trainer.max_steps=7")
     resume = f"resume={half.directory}/checkpoints/last.ckpt"
     rest = ranks.train(*words, resume, "data.num_workers=1")

@@ -1,4 +1,4 @@
-"""Tests of tables: encoding against scikit-learn, splits, memory, and the errors of CSV files."""
+"""Tests of tables: encodings equal to scikit-learn's, splits, memory, and errors of CSV files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from exp.engine.datamodule import fitted_in
 from exp.errors import ConfigError
 
 HEAD = "age,colour,income,size,when,kind,price,rent"
-# The number of rows of a file that is longer than the pieces of 2**20 characters that it is read in.
+# Rows of a file that is longer than 2**20 characters, the size of the pieces in which exp reads a file.
 LONG = 20_000
 FLOWERS = """\
 id,colour,height,kind
@@ -91,7 +91,7 @@ def values(made: Csv) -> np.ndarray:
 
 
 def columns(rows: list[list[str]]) -> np.ndarray:
-    """Return the rows as a data frame holds them: numbers, dates as days, words, and nan for missing values."""
+    """Return an array with numbers, dates as days since 1970, words, and nan for missing values."""
     epoch = datetime(1970, 1, 1)
     table = np.empty((len(rows), 5), dtype=object)
     for place, (age, colour, income, size, when, *_) in enumerate(rows):
@@ -233,7 +233,7 @@ def test_a_table_holds_its_numbers_once(tmp_path):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(made) == 100_000
-    # Six numbers and a word of 8 bytes each.
+    # Six numbers and one index of a word with 8 bytes each.
     assert held < 1.2 * 100_000 * 7 * 8
 
 
@@ -415,7 +415,7 @@ def test_a_later_run_uses_the_statistics_of_the_checkpoint(ranks, homes, tmp_pat
     assert fitted["numbers"] == ["age", "income"]
     assert fitted["classes"] == {"target": ["flat", "house", "hut"]}
     assert "RunData" in read_checkpoint(path)
-    # The file has changed since: it has other numbers and an unknown word.
+    # The file changes after training, with other numbers and an unknown word.
     write(tmp_path / "homes.csv", [[*row[:2], "7e5", "xxl", *row[4:]] for row in lines(seed=3)])
     again = ranks.train(*words, "train=false", "test=true", f"resume={path}")
     assert again.report["status"] == "completed"

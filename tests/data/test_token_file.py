@@ -1,4 +1,4 @@
-"""Tests of memory-mapped files of tokens, and of texts that a tokenizer divides into tokens."""
+"""Tests of memory-mapped token files, and of texts split by a tokenizer."""
 
 import io
 import tracemalloc
@@ -19,7 +19,7 @@ PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Tokens that are their positions."""
+    """A file of tokens, where each token is its position."""
     numbers = np.arange(1000, dtype=np.uint16)
     numbers.tofile(tmp_path / "tokens.bin")
     np.save(tmp_path / "tokens.npy", numbers.astype(np.int32))
@@ -41,7 +41,7 @@ def test_targets_are_the_next_tokens(tokens, name):
         batches = list(loader)
         inputs, targets = (torch.cat([batch.data[place] for batch in batches]) for place in (0, 1))
         assert inputs.dtype == targets.dtype == torch.int64
-        # The first token follows the last.
+        # The target of the last token is the first token.
         assert torch.equal(targets, (inputs + 1) % 800)
         assert len(inputs) == 799 // 16
         assert len(inputs.unique()) == inputs.numel()

@@ -29,7 +29,7 @@ def picture(index):
 
 
 def spot(index):
-    """Return a picture that is 1 in one box, and the box."""
+    """Return a picture with ones in a box and zeros elsewhere, and the box."""
     left, top = index % 3, index % 4
     made = torch.zeros(3, HEIGHT, WIDTH)
     made[:, top : top + 3, left : left + 2] = 1
@@ -37,12 +37,12 @@ def spot(index):
 
 
 def mask_of(pixels):
-    """Return the mask of a picture, also of a transformed one."""
+    """Return the mask of a picture, computed from its pixels before or after a transform."""
     return (pixels[..., 0, :, :] * 7).long()
 
 
 class Masked(Dataset):
-    """Pictures and their masks. kinds: the functions that wrap them."""
+    """Data set of pictures and masks; `kinds` are the functions that wrap them."""
 
     def __init__(self, *kinds):
         self.kinds = kinds or (tv_tensors.Image, tv_tensors.Mask)
@@ -131,7 +131,7 @@ def test_boxes_and_masks_are_transformed_with_their_picture():
 def test_a_mask_without_tv_tensors_is_refused():
     with pytest.raises(ConfigError, match=r"data.transforms: Rand.*, which would change only one of input and target"):
         data(Masked(torch.clone, torch.clone))
-    # A mask that is left out on purpose stays unchanged.
+    # A mask that is not wrapped as tv_tensors.Mask is not transformed.
     kept = data(Masked(tv_tensors.Image, torch.clone), train_transforms=[v2.RandomInvert(1.0)])
     for pictures, masks in batches(kept):
         assert torch.equal(masks, mask_of(1 - pictures))

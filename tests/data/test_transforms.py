@@ -18,7 +18,7 @@ INPUTS, TARGETS = torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3
 
 
 class Flip:
-    """Changes input and target at random."""
+    """Random transform of input and target."""
 
     def __call__(self, input, target):
         return (-input, 2 - target) if random.random() < 0.5 else (input, target)
@@ -103,7 +103,7 @@ def test_unsuitable_transforms_are_reported():
 @pytest.mark.parametrize("kind", [Mixup, CutMix])
 def test_mixed_batches_have_mixed_targets(kind):
     torch.manual_seed(0)
-    # The mean of a mixed picture is the share of each class.
+    # Each picture has a constant value, so that the mean of a mixed picture follows from the shares of the classes.
     inputs = torch.arange(1.0, 9.0)[:, None, None, None].expand(8, 3, 10, 12).clone()
     classes = torch.arange(8)
     seen = set()

@@ -17,7 +17,7 @@ INSTALLED = ModuleSpec("torch", None, origin="/env/site-packages/torch/__init__.
 
 @pytest.fixture
 def command(monkeypatch, tmp_path, capsys):
-    """A function that returns the status and the lines of the command."""
+    """A function that runs the command and returns its exit status and lines."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -80,7 +80,7 @@ def test_nvidia_smi_is_asked_for_gpus(tmp_path, monkeypatch):
 
 
 def gpu(**changed):
-    """Return the facts of the probe about a GPU."""
+    """Return the facts that the probe finds about a GPU, with changes."""
     return {"name": "NVIDIA H100", "capability": "9.0", "free": 70 * GIB, "total": 80 * GIB, "error": "", **changed}
 
 
@@ -113,7 +113,7 @@ def test_a_missing_or_old_driver_is_named():
     assert (old.state, "Update NVIDIA's driver" in old.fix) == ("error", True)
     hangs = gpu_states(cuda_error="CUDA unknown error - this may be due to an incorrectly set up environment")["CUDA"]
     assert (hangs.state, "nvidia-smi" in hangs.fix, "unknown error" in hangs.found) == ("error", True, True)
-    # A laptop without GPUs and with the default wheel of PyPI.
+    # A machine without a GPU and with torch's default wheel.
     none = gpu_states(drivers=[], cuda_error="Found no NVIDIA driver on your system.")["CUDA"]
     assert (none.state, "--gpus all" in none.fix) == ("note", True)
     cpu = gpu_states(drivers=["580.65"], cuda=None)["CUDA"]

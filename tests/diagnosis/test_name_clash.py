@@ -1,4 +1,4 @@
-"""The package index has another `exp`: an environment with both is reported on the first import."""
+"""PyPI has another package `exp`. If both are installed, the first import reports it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def uninstall_theirs(site: Path) -> None:
 
 def last_line(site: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    # Without -S, exp of this environment replaces a package without an __init__.py.
+    # -S, because otherwise the exp of this environment replaces a package without an __init__.py.
     command = [sys.executable, "-S", *words]
     done = subprocess.run(command, env=environment, cwd=site.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
@@ -56,7 +56,7 @@ def test_an_exp_that_was_installed_before_is_reported(tmp_path: Path, words: tup
 
 @pytest.mark.parametrize("is_left", [False, True])
 def test_an_exp_that_was_installed_later_is_reported(tmp_path: Path, is_left: bool) -> None:
-    """Its uninstallation leaves a package without an __init__.py."""
+    """After the uninstallation of the other package, exp has no __init__.py."""
     site = tmp_path / "site"
     install_ours(site)
     install_theirs(site)

@@ -1,4 +1,4 @@
-"""docs/after-the-run.md: its commands and its Python run in a folder with its run, and write their files."""
+"""Commands and Python code of docs/after-the-run.md run on the run of the page, and write their files."""
 
 from __future__ import annotations
 

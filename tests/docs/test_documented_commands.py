@@ -1,6 +1,6 @@
-"""Every command of README.md and docs/ passes the check, or is refused for the reason that its page gives.
+"""Every command of README.md and docs/ passes the check, or is refused for an expected reason.
 
-The fast suite checks those of README.md and of the tutorial, and the first one of each other page.
+The fast suite tests the commands of README.md and of the tutorial, and the first command of each other page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def called(*names: str) -> re.Pattern[str]:
 
 
 FILE = re.compile(r"^```\w+ (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Parts of commands that are refused, here or on any machine, with the message.
+# Words of commands that are refused on some or all machines, and a part of the error message.
 REFUSED = {
     "module=litnet optimizer.lr=0.1": "set with module",
     "strategy=deepspeed": "needs the package deepspeed",
@@ -52,12 +52,12 @@ REFUSED = {
 }
 
 
-# Reasons that depend on the machine.
+# Parts of error messages that depend on the machine.
 OF_MACHINE = ("needs the package", "without the package", "machine without", "no module", "launch.devices", "on cpu")
 
 
 def documented(*names: str, fast: int = 1) -> list[object]:
-    """Return the page and the line of each command as parameters. fast: how many of each page are not slow."""
+    """Return page and line of each command as parameters; all except the first `fast` of each page are slow."""
     found: dict[str, str] = {}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for match in called(*names).finditer(page.read_text("utf-8")):
@@ -95,10 +95,10 @@ def test_a_documented_command_passes_the_check(page, line, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in ("spirals", "lit"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    # Without a device the command runs on the CPU of any machine.
+    # Commands that select no device are checked for a CPU.
     on = [] if "launch.accelerator=" in line or "launch.devices=[" in line else ["launch.accelerator=cpu"]
-    words = [*shlex.split(re.sub(r"--samples \w+", "", line), comments=True), *on]  # a flag of exp.data
-    if "-m" in words:  # a sweep forks, and this process has threads
+    words = [*shlex.split(re.sub(r"--samples \w+", "", line), comments=True), *on]  # --samples is a flag of exp.data
+    if "-m" in words:  # a sweep forks, which this process cannot because it has threads
         done = commands.run(*words, module="exp.check", cwd=tmp_path)
         status, printed = done.returncode, done.stderr
     else:

@@ -1,4 +1,4 @@
-"""docs/how-to.md: its files and commands run, and the results are as good as those of simple models."""
+"""Files and commands of docs/how-to.md run, with results as good as those of simple models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PAGE = (ROOT / "docs" / "how-to.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 FILE = re.compile(r"^```(yaml|python) (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^python -m exp\.train (.+)$", re.MULTILINE)
-# From the results of scikit-learn on the same samples: LogisticRegression 0.906, 0.996, 0.889, 0.983 and 0.740, less
-# a margin for the few samples of a test split; pairs of tokens 22.8, Ridge 0.117, a constant 0.148.
+# Results of other models on the same samples, minus a margin for the small test splits. LogisticRegression of
+# scikit-learn: 0.906, 0.996, 0.889, 0.983 and 0.740. Counts of pairs of tokens: 22.8. Ridge: 0.117. A constant: 0.148.
 AT_LEAST = {
     "A table with missing values and words": ("accuracy/test", 0.86),
     "A loss and a metric of your own": ("top_two/test", 0.97),
@@ -36,7 +36,7 @@ AT_MOST = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the page and of docs/how_to_data.py."""
+    """A folder with the files of the page and of docs/how_to_data.py."""
     place = tmp_path_factory.mktemp("how_to")
     for _, path, text in FILE.findall(PAGE):
         (place / path).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def test_a_task_takes_few_lines(title: str) -> None:
 
 
 def run(commands: Any, folder: Path, title: str, *more: str) -> dict[str, float]:
-    """Run the command of a section and return its last values by tag."""
+    """Run the command of a section, and return the last values by tag."""
     (line,) = COMMAND.findall(SECTIONS[title])
     before = set(folder.glob("outputs/**/report.json"))
     done = commands.run(*shlex.split(line), "trainer.enable_progress_bar=false", *more, cwd=folder)

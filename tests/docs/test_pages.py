@@ -1,4 +1,4 @@
-"""Pages state their kind, their links lead to existing pages, and pages about the code are made from it."""
+"""Pages state their kind, their links lead to existing pages, and generated pages have the expected content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_page_states_its_kind() -> None:
 
 
 def prose(page: Path) -> str:
-    """Return a page without its code, whose brackets are no links."""
+    """Return the text of a page without code, because brackets in code are not links."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
 
@@ -84,7 +84,7 @@ def test_the_site_builds_without_broken_links(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]
     assert any(entry["location"].startswith("models.html#the-forward-program") for entry in found)
-    for page in tmp_path.rglob("*.html"):  # nothing is loaded from elsewhere
+    for page in tmp_path.rglob("*.html"):  # the site loads nothing from other servers
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?://", page.read_text("utf-8")), page.name
 
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.md and the first examples of README.md: files, commands, and printed results."""
+"""Files, commands and printed results of docs/tutorial.md and of the first examples of README.md."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_is_resumed_and_predicts(folder: Path, commands: Any) -> None:
     assert [name for name, _, _ in rows] == ["best", "last"]
     told = [float(value) for value in (rows[0][1], rows[0][2], rows[1][1])]
     best, last = found["best_metrics"], found["metrics"]
-    # A sample of validation is 0.043.
+    # One validation sample changes the accuracy by 0.043.
     assert [best["accuracy/val"], best["accuracy/test"], last["accuracy/val"]] == pytest.approx(told, abs=0.02)
     done = commands.run(*shlex.split(longer), *QUIET, "hydra.run.dir=outputs/longer", cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Small runs in this process and in others."""
+"""Fixtures that start small runs in this process and in others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def small_run() -> ModuleType:
-    """The module small_run.py, which is not on the import path."""
+    """The module small_run.py, loaded by its path."""
     spec = importlib.util.spec_from_file_location("small_run", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +37,7 @@ def small_run() -> ModuleType:
 
 
 class Elsewhere:
-    """Starts small runs in processes that are forked from one that has imported everything: 0.1 s each."""
+    """Starts small runs in processes forked from one with all imports, which takes 0.1 s each."""
 
     def __init__(self, fork: Callable[..., BaseProcess]) -> None:
         self._fork = fork
@@ -50,7 +50,7 @@ class Elsewhere:
         return process
 
     def run(self, directory: Path, **settings: Any) -> int:
-        """Return the exit status, negative if a signal killed the process."""
+        """Run to the end, and return the exit status, which is negative if a signal killed the process."""
         return self.end(self.start(directory, **settings))
 
     def ranks(self, directory: Path, world_size: int, **settings: Any) -> list[BaseProcess]:

@@ -1,7 +1,8 @@
-"""A short run for the tests of the engine, in this process or as a program in another one.
+"""Short run for the tests of the engine, in this process or as a program in another process.
 
-The program takes SETTINGS (see `main`) and writes to their directory: values.<rank>.jsonl, one line for each value when
-it is logged, so that a killed run leaves them; weights.<rank>.pt and result.<rank>.json if the run ends normally.
+The program reads SETTINGS (see `main`), and writes to their directory. values.<rank>.jsonl has one line for each logged
+value, written immediately, so that a killed run leaves it. A run that ends normally writes weights.<rank>.pt and
+result.<rank>.json.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from exp.strategies.strategy import trainer_arguments
 SCHEDULES: dict[str, tuple[Any, str]] = {
     "cosine": (functools.partial(Cosine, warmup_steps=3), "step"),
     "steps": (functools.partial(StepLR, step_size=1, gamma=0.5), "epoch"),
-    # An improvement of less than 1 is none, so that it acts at every second epoch.
+    # The loss never improves by the threshold of 1, so that the rate falls at every second epoch.
     "plateau": (functools.partial(ReduceLROnPlateau, patience=0, threshold=1.0), "epoch"),
 }
 CALLBACKS: dict[str, Any] = {
@@ -63,12 +64,12 @@ CALLBACKS: dict[str, Any] = {
 }
 
 
-# Entries of a checkpoint that are measurements, and Lightning's counters, which the position replaces.
+# Entries of a checkpoint that are measurements, and Lightning's counters, which the saved position replaces.
 NOT_COMPARED = {"exp_seconds", "exp_latest", "exp_manifest", "loops"}
 
 
 def saved(path: Path) -> dict[str, Any]:
-    """Return what two equal runs have equal in a checkpoint, in a form that `==` compares."""
+    """Return the entries of a checkpoint that are equal for two equal runs, in a form that `==` compares."""
     return {key: comparable(value) for key, value in read_checkpoint(path).items() if key not in NOT_COMPARED}
 
 
@@ -81,7 +82,7 @@ def comparable(value: Any) -> Any:
 
 
 class Values(Logger):
-    """Keeps logged values by (tag, step), and writes each of them to a file immediately."""
+    """Logger that keeps values by (tag, step), and writes each to a file immediately."""
 
     name, version = "values", ""
 
@@ -103,7 +104,7 @@ class Values(Logger):
 
 
 class Killed(Exception):
-    """Stands for a kill in tests that run in one process."""
+    """Exception that replaces a kill in tests that run in one process."""
 
 
 def kill() -> None:
@@ -111,7 +112,7 @@ def kill() -> None:
 
 
 class At(Callback):
-    """Calls an action at the n-th call of a callback hook."""
+    """Callback that calls an action at the n-th call of one of its hooks."""
 
     def __init__(self, hook: str, count: int, action: Any = kill) -> None:
         self._left = count
@@ -125,7 +126,7 @@ class At(Callback):
 
 
 class Batches(Callback):
-    """Keeps the training batches, each with its epoch and number."""
+    """Callback that keeps the training batches with epoch and number."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, Any]] = []
@@ -146,7 +147,7 @@ def network(*, dropout: float = 0.3) -> nn.Module:
 
 
 def two_phases() -> list[Phase]:
-    """Train the network's head at every step with AdamW and a schedule, its body at every second step with SGD."""
+    """Return two phases: the head trains at every step with AdamW and a schedule, the body at every second with SGD."""
     head = Optimization(
         optimizer_factory=functools.partial(torch.optim.AdamW, lr=1e-2),
         schedule_factory=functools.partial(Cosine, warmup_steps=3),
@@ -163,9 +164,9 @@ def two_phases() -> list[Phase]:
 
 
 class Small:
-    """The parts of a small run: 105 training samples in 7 batches of at most 16.
+    """Small run with 105 training samples in 7 batches of at most 16.
 
-    io: writes the checkpoints; None writes them without a thread.
+    The argument `io` writes the checkpoints; None writes them without a thread.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Small:
         if module is None:
             module = functools.partial(PhasedModule, phases=two_phases()) if phases else TrainingModule
         self.module = module(
-            # Without dropout and statistics, which differ with the number of ranks.
+            # plain_network has no dropout and batch norm, which depend on the number of ranks.
             network=model or (nn.Linear(6, 2) if plain_network else network()),
             objective=Objective(terms or {"ce": nn.CrossEntropyLoss()}),
             metrics={"accuracy": Accuracy(num_classes=2, average="micro")} if metrics is None else metrics,
@@ -273,7 +274,7 @@ class Small:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the run makes several steps in one call of Lightning's loop."""
+        """Return True if the run makes several steps in one call of Lightning's loop."""
         loop = self.trainer.fit_loop.epoch_loop
         return loop.steps_per_execution != 1 and loop._reported is None
 
@@ -287,11 +288,13 @@ class Small:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run with Small's settings and these:
+    """Run with the settings of Small, and with these additional ones:
 
-    kill: [hook, count] at which the process kills itself. slow_steps: seconds that a batch sleeps.
-    spoilt_rank: the rank whose weights are not finite after its third step.
-    resume: whether to resume from last.ckpt, if it exists. threaded: whether a thread writes the checkpoints.
+    kill: [hook, count]; the process kills itself at this call of the hook
+    slow_steps: seconds of sleep per batch
+    spoilt_rank: rank that gets nan weights after its third step
+    resume: if true, resume from last.ckpt if it exists
+    threaded: if true, a thread writes the checkpoints
     """
     torch.set_num_threads(1)
     settings = dict(settings)
@@ -306,7 +309,7 @@ def main(settings: dict[str, Any]) -> None:
         callback.on_train_batch_start = lambda *_: time.sleep(seconds)
         extra.append(callback)
     spoilt, rank = settings.pop("spoilt_rank", None), settings.get("rank", 0)
-    if spoilt is not None:  # on all ranks, because callbacks decide through which loop a rank goes
+    if spoilt is not None:  # all ranks need the callback, because it selects Lightning's loop
         value = float("nan") if spoilt == rank else 0.0
         extra.append(At("on_train_batch_end", 3, lambda: next(small.module.parameters()).data.add_(value)))
     small = Small(callbacks=tuple(extra), **settings)

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its values, where it is used, and an exact resume."""
+"""The moving average of the weights: values, validation and checkpoints with it, and an exact resume."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from exp.engine.ema import CURRENT, ExponentialMovingAverage
 
 pytestmark = [
     pytest.mark.numeric,
-    # A checkpoint with averages can be read without the callback that wrote it.
+    # Lightning warns if a checkpoint with averages is read without the callback that wrote it.
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 
 class Weights(Callback):
-    """Keeps the weights after each training batch, and those of each validation batch."""
+    """Callback that keeps the weights after each training batch and in each validation batch."""
 
     def __init__(self) -> None:
         self.trained: list[dict[str, Tensor]] = []
@@ -42,7 +42,7 @@ def copied(module: Any) -> dict[str, Tensor]:
 
 
 def by_hand(states: Sequence[dict[str, Tensor]], decays: Sequence[float]) -> dict[str, Tensor]:
-    """Compute the average in float64; of buffers it is the last value."""
+    """Return the moving average of parameters in float64, and the last value of buffers."""
     average = {name: tensor.double() for name, tensor in states[0].items()}
     for state, decay in zip(states[1:], decays, strict=True):
         for name, tensor in state.items():
@@ -77,7 +77,7 @@ def test_validation_sees_the_average_of_the_formula(tmp_path: Path, small_run: M
     assert all(
         torch.equal(average.average[f"network.{name}"], one) for name, one in reference.model.module.named_parameters()
     )
-    # Two validation batches an epoch; the second epoch trained on from the weights themselves.
+    # An epoch has two validation batches. Training continues from the trained weights, not from the average.
     close(weights.validated[0], by_hand(weights.trained[:7], [0.9] * 6))
     assert equal(weights.validated[2], copied(small.module))
     assert equal(copied(small.module), dict(average.average))
@@ -96,7 +96,7 @@ def test_warm_up_start_and_period_count_optimizer_steps(tmp_path: Path, small_ru
 
 
 class Masked(nn.Module):
-    """Holds infinite numbers in a buffer and in a frozen parameter."""
+    """Network with infinite numbers in a buffer and in a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_checkpoints_hold_the_average(tmp_path: Path, small_run: ModuleType) -> 
 
 
 def test_half_precision_is_averaged_in_float32(tmp_path: Path, small_run: ModuleType) -> None:
-    """In bfloat16, an average with a decay near 1 would not move."""
+    """In bfloat16, an average with a decay near 1 would not change."""
     average, weights = ExponentialMovingAverage(decay=0.999, warmup=False), Weights()
     small = small_run.Small(tmp_path, word="bf16_true", callbacks=(average, weights))
     small.fit()
@@ -166,7 +166,7 @@ def test_half_precision_is_averaged_in_float32(tmp_path: Path, small_run: Module
 
 
 def test_saving_averages_keeps_the_gradients_of_ranks(ranks: Any) -> None:
-    """A parameter whose data had another dtype for a moment would lose the hooks by which DDP averages gradients."""
+    """A parameter loses DDP's hooks for the average of gradients if the dtype of its data changes temporarily."""
     run = ["strategy=ddp", "launch.accelerator=cpu", "launch.devices=2", "precision=bf16_true", "callbacks=ema"]
     run += ["trainer.max_epochs=null", "trainer.max_steps=6", "hooks=[]", "logger=[]", "test=false"]
     often = ranks.train(*run, "checkpoint.every_n_steps=2", ranks=2).directory / "checkpoints" / "last.ckpt"
@@ -175,7 +175,7 @@ def test_saving_averages_keeps_the_gradients_of_ranks(ranks: Any) -> None:
 
 
 def doubled() -> tuple[nn.Module, list[str]]:
-    """Return a network whose state dict has twice its first layer's weights, and a list of its saves."""
+    """Return a network with a state dict hook that doubles the first layer's weights, and a list of its saves."""
     network, saves = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), []
     network.register_buffer("passing", torch.zeros(3), persistent=False)
 
@@ -197,7 +197,7 @@ def test_hooks_of_state_dicts_are_for_files_only(tmp_path: Path, small_run: Modu
     network, saves = doubled()
     small = small_run.Small(tmp_path, model=network, max_epochs=1, every_n_steps=None, callbacks=(average,))
     small.fit()
-    # One checkpoint with both kinds of weights, and a look for numbers that are not finite; no step asks.
+    # State dicts are made for the checkpoint with both kinds of weights and for the check for nan, but not in steps.
     assert len(saves) <= 4
     assert "network.passing" not in average.average
     saved = read_checkpoint(small.last)
@@ -205,7 +205,7 @@ def test_hooks_of_state_dicts_are_for_files_only(tmp_path: Path, small_run: Modu
 
 
 class Short(LightningModule):
-    """A module with an entry of its own name in state dicts."""
+    """Module with another name for its parameter in state dicts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoint files: each is whole or missing, and nothing in them is executed."""
+"""Checkpoint files are complete or missing, and reading them executes no code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_full_disk_keeps_the_older_file(written: Path) -> None:
     before = written.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # The limit stands for a full disk: write() takes the first part, then fails.
+    # The limit simulates a full disk: write() writes the first part, then fails.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
         with pytest.raises(OSError) as caught:
@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found(written: Path) -> None:
             found = read_checkpoint(written)
         except RunError:
             continue
-        # No checksum covers names, dates and padding; the values must be equal.
+        # Checksums do not cover names, dates and padding, but the values are intact.
         assert torch.equal(found["state_dict"]["weight"], torch.ones(1000))
     place = sound.index(torch.ones(4).numpy().tobytes())
     written.write_bytes(sound[:place] + b"\x01" + sound[place + 1 :])
@@ -141,7 +141,7 @@ def test_a_copy_does_not_change_with_its_source(written: Path) -> None:
 
 
 class Monitor(Callback):
-    """Sets the monitored value of each epoch."""
+    """Callback that sets the monitored value of each epoch."""
 
     def __init__(self, *values: float) -> None:
         self.values = list(values)

@@ -1,4 +1,4 @@
-"""Clipping of whole gradients equals torch's, and clipping of their parts equals that."""
+"""Clipping equals torch's, also if several ranks hold shards of the gradients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BASE = (
 @pytest.mark.slow
 @pytest.mark.any_processor
 def test_gradients_of_parts_are_clipped_by_value(ranks):
-    """tests/strategies clips by norm."""
+    """Tests of clipping by norm are in tests/strategies."""
     limits = ("trainer.gradient_clip_val=0.001", "trainer.gradient_clip_algorithm=value")
     one = ranks.train(*BASE, *limits, "strategy=single")
     for strategy in ("fsdp", "tensor_parallel"):

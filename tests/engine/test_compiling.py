@@ -1,4 +1,4 @@
-"""runtime.compile: the network is really compiled, computes the same, and keeps its names."""
+"""runtime.compile: the network is compiled, and has the same results and the same names of parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from exp.models.containers import SequentialModel
 
 pytestmark = pytest.mark.numeric
 
-COMPILED = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]  # which needs no C++ compiler
+COMPILED = ["runtime.compile=true", "runtime.compile_backend=aot_eager"]  # this backend needs no C++ compiler
 SHORT = [
     "optimizer=sgd",
     "trainer.max_steps=3",

@@ -1,4 +1,4 @@
-"""A bar on a terminal, lines elsewhere, everything else in train.log."""
+"""Output of a run: a progress bar on a terminal, lines in files and pipes, and details in train.log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECOND = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
 class Clock:
-    """Stands for time.monotonic; an epoch takes a number of seconds."""
+    """Replacement of time.monotonic, with a fixed number of seconds per epoch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, small_run: ModuleType, *, epoch: float) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""The order of all calls in a step, which step_order.txt lists."""
+"""The order of all calls in a step equals the list in step_order.txt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = [line for line in LINES if line and not line.startswith("#")]
 
 
 class Everything(Hook):
-    """Records its calls, and gives a value from each method that may."""
+    """Hook that records its calls, and returns a value from each method that may log one."""
 
     def __init__(self, calls: list[str], **settings: Any) -> None:
         super().__init__(**settings)
@@ -88,7 +88,7 @@ class Everything(Hook):
 
 
 class Noting(Callback):
-    """Records the callback hooks that STEP names."""
+    """Callback that records the calls of the callback hooks in STEP."""
 
     def __init__(self, calls: list[str]) -> None:
         for name in dict.fromkeys(call.split()[1] for call in STEP if call.startswith("callback")):
@@ -119,7 +119,7 @@ def test_the_order_of_all_hooks_in_a_step(
     calls, run = calls_of(small_run, tmp_path, with_callback=with_callback, word=word)
     assert run.is_lean != with_callback
     hooks = [call for call in STEP if call.startswith("hook")]
-    # Without callbacks between them, pauses are noted once.
+    # Without callbacks, consecutive pauses are one call.
     alone = [call for call, before in zip(hooks, ["", *hooks], strict=False) if call != before or "pause" not in call]
     expected = STEP if with_callback else alone
     assert calls[: len(expected)] == expected
@@ -138,7 +138,7 @@ def test_hooks_see_the_boundaries_of_phases(tmp_path: Path, small_run: ModuleTyp
     small_run.Small(tmp_path, hooks={"boundaries": Boundaries()}, phases=True, max_epochs=1).fit()
     head = [("forward", "head"), ("backward", "head"), ("optimizer", "head")] * 2
     body = [("forward", "body"), ("backward", "body"), ("optimizer", "body")]
-    # The body learns at every second step, from the first on.
+    # The phase body runs at the steps 1, 3, 5, ...
     expected = [("batch", None), *head, *body, ("batch", None), *head, ("batch", None), *head, *body]
     assert passed[: len(expected)] == expected
 
@@ -180,5 +180,5 @@ def test_a_hook_may_ask_for_micro_batches(tmp_path: Path, small_run: ModuleType)
     small_run.Small(
         tmp_path, hooks={"batches": Batches()}, max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0
     ).fit()
-    # 105 samples in batches of 16.
+    # 105 samples are 6 batches of 16 and one of 9.
     assert seen == [(1, [(0, 16), (1, 16)]), (2, [(2, 16), (3, 16)]), (3, [(4, 16), (5, 16)]), (4, [(6, 9)])]

@@ -1,4 +1,4 @@
-"""Several steps in one call of Lightning's loop equal the steps of its own loop, bit for bit and at every hook."""
+"""The lean loop, which makes several steps in one call of Lightning's loop, gives the same results and hook calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Seen(Callback):
-    """Records at every hook of a batch the position of the run that a callback can see."""
+    """Callback that records the visible position of the run at every hook."""
 
     def __init__(self) -> None:
         self.notes: list[Any] = []
@@ -85,12 +85,12 @@ class Seen(Callback):
         )
 
 
-# The lean loop calls the step hooks of exp's own callbacks only.
+# The lean loop calls the step hooks only of callbacks in modules of exp.
 Seen.__module__ = "exp.seen"
 
 
 class At(Hook):
-    """Calls an action after the n-th optimizer step of this process."""
+    """Hook that calls an action after the n-th optimizer step of this process."""
 
     def __init__(self, count: int, action: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def computed(values: dict[Any, float]) -> dict[Any, float]:
-    """Return the values, by tag or by (tag, step), except measurements of the machine."""
+    """Return the values, by tag or by (tag, step), without measurements of time and memory."""
     tags = {key: key if isinstance(key, str) else key[0] for key in values}
     return {key: one for key, one in values.items() if not tags[key].startswith(("memory/", "throughput/"))}
 
@@ -138,7 +138,7 @@ def test_steps_are_those_of_lightnings_own_loop(tmp_path: Path, small_run: Modul
 
 
 class GradientsAfterForward(Hook):
-    """Records whether the network has gradients after each forward."""
+    """Hook that records after each forward if the network has gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_an_execution_ends_before_a_validation(tmp_path: Path, small_run: Module
 
     loop.on_advance_end = count
     small.fit()
-    # 7 batches an epoch, validations after batches 3 and 6.
+    # An epoch has 7 batches, with validations after batches 3 and 6.
     assert ends == [2, 3, 5, 6, 7, 9, 10, 12]
 
 
@@ -213,7 +213,7 @@ def test_a_signal_ends_an_execution_after_its_batch(tmp_path: Path, small_run: M
 
 
 class Twice(torch.optim.SGD):
-    """Computes its loss twice, as sharpness-aware methods do."""
+    """Optimizer that calls the closure twice, as sharpness-aware methods do."""
 
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -241,7 +241,7 @@ def test_optimizers_of_all_kinds_make_the_same_steps(tmp_path: Path, small_run: 
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Samples without a length."""
+    """Stream of samples without a length."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.samples = list(zip(inputs, targets, strict=True))
@@ -281,7 +281,7 @@ def test_callbacks_of_validation_batches_keep_lightnings_loop(tmp_path: Path, sm
     watching = Watching()
     small = small_run.Small(tmp_path, max_epochs=2, callbacks=(watching,))
     small.fit()
-    assert small.is_lean  # its steps
+    assert small.is_lean  # for the training steps
     batches = len(watching.batches) // 2
     assert watching.batches == [*range(batches)] * 2
     assert float(small.trainer.callback_metrics["seen/val"]) == (batches - 1) / 2
@@ -333,7 +333,7 @@ def test_callbacks_of_steps_keep_lightnings_loop(
 
 
 def test_lightnings_loop_has_what_the_adapter_leans_on(tmp_path: Path, small_run: ModuleType) -> None:
-    """Names seen in Lightning 2.6.6. The other tests compare results."""
+    """The lean loop uses these names of Lightning 2.6.6, of which some are private."""
     small = small_run.Small(tmp_path, max_epochs=1)
     loop = small.trainer.fit_loop.epoch_loop
     own = _TrainingEpochLoop(small.trainer)

@@ -1,4 +1,4 @@
-"""Changes that callbacks make between two executions of the lean loop take effect at the next batch."""
+"""Changes by callbacks between two calls of the lean loop take effect at the next batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 BETWEEN_EPOCHS = {
     "accumulation": (functools.partial(GradientAccumulationScheduler, scheduling={0: 1, 2: 3}), 7 + 7 + 3 + 3),
-    # Lightning adds an epoch without a backward, with one step of an optimizer that finds no gradients.
+    # Lightning adds an epoch without backward, in which the optimizer makes one step without gradients.
     "swa": (functools.partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1), 4 * 7 + 1),
 }
 
@@ -41,7 +41,7 @@ def test_callbacks_between_epochs_give_the_same_steps(tmp_path: Path, small_run:
 
 
 class AtValidation(Callback):
-    """Calls an action after the second validation, in the middle of the first epoch."""
+    """Callback that calls an action after the second validation, in the middle of the first epoch."""
 
     def __init__(self, action: Any) -> None:
         self._action, self._validations = action, 0
@@ -53,7 +53,7 @@ class AtValidation(Callback):
 
 
 class Reversing(Callback):
-    """A user's callback that acts at every step."""
+    """Callback of a user that acts at every step."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         for parameter in module.network[4].parameters():

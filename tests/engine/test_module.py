@@ -1,4 +1,4 @@
-"""A training step equals the one of a loop by hand."""
+"""Training steps equal those of a loop by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.numeric
 def by_hand(
     small: Any, epochs: int, *, accumulate: int = 1, clip: float | None = None, network: nn.Module
 ) -> list[float]:
-    """Train without Lightning. Return the losses of the optimizer steps."""
+    """Train without Lightning, and return the loss of each optimizer step."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
     loader = small.data.data.loader("train")
     losses = []
@@ -91,7 +91,7 @@ def test_epoch_values_are_means_over_samples(tmp_path: Path, small_run: ModuleTy
 
 
 class Draws(nn.Module):
-    """Draws numbers in its forward and keeps them."""
+    """Layer that draws random numbers in its forward and keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_several_terms_have_values_each(tmp_path: Path, small_run: ModuleType) -
 
 
 class ByName(nn.Module):
-    """Takes two entries of a batch by name, and gives two outputs."""
+    """Network that takes two entries of a batch by name, and returns two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_batch_without_a_target_trains_named_terms(tmp_path: Path, small_run: 
     assert small.recording.metrics["loss/val"] < 0.7
     with pytest.raises(RunError, match=r"accuracy.target is 'target', which neither .*are input, label"):
         small_run.Small(tmp_path / "with", **settings).fit()
-    # An autoencoder: inputs alone.
+    # An autoencoder has inputs only.
     dataset = Tensors(entries=(inputs,))
     data = Data(dataset=dataset, batch_size=16, parts={"train": 0.7, "val": 0.3}, num_outputs=6)
     settings = {"data": data, "model": nn.Linear(6, 6), "metrics": {}}
@@ -166,7 +166,7 @@ def test_a_batch_without_a_target_trains_named_terms(tmp_path: Path, small_run: 
 
 
 class Options(nn.Module):
-    """Wraps a layer as libraries do."""
+    """Wrapper of a network with a target and options as optional arguments, as in libraries."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ LENGTHS: list[tuple[dict[str, Any], int | None, int | None, int | None]] = [
 
 
 def test_epochs_may_accumulate_other_numbers_of_batches(tmp_path: Path, small_run: ModuleType) -> None:
-    """The schedule's last rate is that of the run's last step."""
+    """The schedule ends with the last step of the run."""
     callback = GradientAccumulationScheduler(scheduling={0: 4, 2: 1})
     small = small_run.Small(tmp_path, schedule="cosine", callbacks=(callback,), log_every_n_steps=1)
     assert total_steps(small.trainer, Limits(), 7) == 2 + 2 + 7 + 7
@@ -233,7 +233,7 @@ def test_a_run_resumed_with_other_batches_ends_behind_those_that_are_left(
 ) -> None:
     trainer = small_run.Small(tmp_path, max_epochs=4, accumulate_grad_batches=2).trainer
     done = Position(epoch=1, batch=4, step=9, batches=20)
-    # In windows of two: two of the seven batches of epoch 1, and four in each of two epochs.
+    # Steps of two batches: two steps remain in epoch 1, and each of the two further epochs has four.
     assert total_steps(trainer, Limits(resumed=done), 7) == 9 + 2 + 8
     done = Position(epoch=1, batch=7, step=9, batches=20, validation_due=True, epoch_complete=True)
     assert total_steps(trainer, Limits(resumed=done), 7) == 9 + 8

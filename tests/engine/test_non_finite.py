@@ -1,4 +1,4 @@
-"""Checkpoints hold finite numbers only, and a run with another number fails or skips its step."""
+"""Checkpoints contain only finite numbers, and a run with nan or inf fails or skips the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exp.nested import tensors_in
 
 
 class Spoils(nn.Module):
-    """Returns its input, with a gradient of nan at the chosen training calls; the loss stays finite."""
+    """Layer that returns its input, with a nan gradient at the chosen training calls; the loss stays finite."""
 
     def __init__(self, *calls: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Spoils(nn.Module):
 
 
 class Masked(nn.Module):
-    """Has a mask with -inf in it by design, and statistics."""
+    """Layer with a mask that contains -inf on purpose, and a buffer of statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def network(*calls: int) -> nn.Module:
 
 
 def saved(directory: Path) -> dict[str, int]:
-    """Return the step of each checkpoint. Check that all numbers except the mask are finite."""
+    """Return the step of each checkpoint, and assert that all numbers except the mask are finite."""
     found = {}
     for path in (directory / "checkpoints").glob("*.ckpt"):
         state = read_checkpoint(path)
@@ -81,7 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_a_gradient_of_nan_fails_the_run_with_good_checkpoints(
     tmp_path: Path, small_run: ModuleType, setting: str, call: int
 ) -> None:
-    """14 is the last batch of the run, and 7 of an epoch."""
+    """Batch 14 is the last one of the run, and batch 7 the last one of the first epoch."""
     settings = dict(SETTINGS[setting])
     monitor, saves = settings.pop("monitor", "loss/val"), settings.pop("saves", True)
     small = small_run.Small(tmp_path, model=network(call), max_epochs=2, log_every_n_steps=100, **settings)
@@ -151,7 +151,7 @@ MORE: tuple[dict[str, Any], ...] = ({}, {"accumulate_grad_batches": 2}, {"steps_
 def test_a_run_skips_and_counts_such_steps(
     tmp_path: Path, small_run: ModuleType, word: str, more: dict[str, Any]
 ) -> None:
-    """A sample is nan: neither the loss of its step nor the statistics of a batch norm are kept."""
+    """If a sample is nan, the run drops the loss of the step and the batch norm statistics."""
     inputs, targets = small_run.samples()
     inputs[0] = math.nan
     data = Data(
@@ -162,7 +162,7 @@ def test_a_run_skips_and_counts_such_steps(
     small = small_run.Small(tmp_path, word=word, non_finite="skip", data=data, max_epochs=2, **more)
     small.fit()
     skipped = small.recording.latest["precision/skipped_steps"]
-    # One step of each epoch; of phases each optimizer of it, and of fp16 those that look for a scale.
+    # One step per epoch; with phases one per optimizer, and with fp16 also the steps that lower the scale.
     assert skipped == 2 or (2 <= skipped <= 6 and (word == "fp16" or "phases" in more))
     assert saved(tmp_path)["last.ckpt"] == small.trainer.global_step
     assert math.isfinite(small.recording.metrics["loss/train"])

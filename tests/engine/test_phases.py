@@ -1,4 +1,4 @@
-"""Phases against loops written by hand: PyTorch's AMP notes for several losses and optimizers; WGAN's critic."""
+"""Phases equal loops by hand: PyTorch's AMP notes for several losses and optimizers, and WGAN's critic."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ WIDTHS = {"generator": (3, 8, 6), "discriminator": (6, 8, 1)}
 
 
 class Gan(nn.Module):
-    """Generates from a part of the data or from noise; its methods `judge` and `imitate` are for two phases."""
+    """GAN that generates from a part of the data or from noise, with a method per phase: `judge` and `imitate`."""
 
     def __init__(self, *, noisy: bool = False, inf_at: int | None = None) -> None:
-        """inf_at: the number of the discriminator's backward whose gradient is infinite, counted from 1."""
+        """Build the GAN; backward number `inf_at` of the discriminator, counted from 1, has an infinite gradient."""
         super().__init__()
         torch.manual_seed(3)
         for name, (first, middle, last) in WIDTHS.items():
@@ -59,7 +59,7 @@ class Gan(nn.Module):
 
     def judge(self, x: Tensor) -> dict[str, Tensor]:
         fake = self.generator(self.source(x)).detach()
-        # In one call, for autocast would otherwise cast the weights twice, or, with its cache, add up in float16.
+        # One call, because with two calls autocast casts the weights twice, or adds their gradients in float16.
         real_score, fake_score = self.discriminator(torch.cat([x, fake])).chunk(2)
         return {"real_score": real_score, "fake_score": fake_score}
 
@@ -101,7 +101,7 @@ def run(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> Any:
-    """A run of the GAN on 105 samples, 7 batches an epoch."""
+    """Run the GAN on 105 samples, which are 7 batches per epoch, and return the run."""
     inputs = small_run.samples(105)[0].to(dtype)
     both = [phase("discriminator", **(discriminator or {})), phase("generator", **(generator or {}))]
     module = functools.partial(PhasedModule, phases=phases or both)
@@ -144,9 +144,12 @@ def by_hand(
     scaled: bool = False,
     inf_at: int | None = None,
 ) -> tuple[Gan, list[list[float]], list[tuple[int, str, float]]]:
-    """PyTorch's AMP notes, several models, losses and optimizers: one scaler, updated once an iteration.
+    """Train the GAN with the loop of PyTorch's AMP notes, with one scaler that is updated once per iteration.
 
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+
+    Returns:
+        network, losses of the phases per step, and (step, phase, norm of the gradients)
     """
     network = Gan(noisy=noisy, inf_at=inf_at).to(dtype)
     factories = {"discriminator": AdamW, "generator": AdamW} | (optimizers or {})
@@ -173,7 +176,7 @@ def by_hand(
                     scaler.update()
                 for one in optimizer.values():
                     one.zero_grad()
-                # Else the generator's phase calls the discriminator's hook, too.
+                # Otherwise the generator's phase also calls the hook in the discriminator.
                 network.discriminator.requires_grad_(name == "discriminator")
                 total = torch.zeros((), dtype=dtype)
                 for epoch, batch, x in window:
@@ -265,13 +268,13 @@ def test_two_phases_equal_a_loop_by_hand(tmp_path: Path, small_run: ModuleType, 
         there = ("loss/train/generator_loss", step) in small.values.seen
         assert there == (len(row) == 2)
     for step, name, norm in norms:
-        # True gradients of the phase's own parameters: unscaled, not clipped.
+        # Norms of the phase's parameters, from gradients without scale and before clipping.
         assert small.values.seen[f"gradients/norm/total/{name}", step] == pytest.approx(norm, rel=1e-5)
 
 
 def test_accumulated_batches_equal_large_ones(tmp_path: Path, small_run: ModuleType) -> None:
     settings = {"dtype": torch.float64, "discriminator": {"repeats": 2, "gradient_clip_val": 0.05}, "max_steps": 14}
-    # An epoch is 105 samples: 5 batches of 20 and one of 5, or windows of two of 10 and a last one of 5.
+    # An epoch of 105 samples is 5 batches of 20 and one of 5, or steps of two batches of 10 and one batch of 5.
     large = run(small_run, tmp_path / "large", batch_size=20, **settings)
     small = run(small_run, tmp_path / "small", batch_size=10, accumulate_grad_batches=2, **settings)
     assert large.trainer.global_step == small.trainer.global_step == 14
@@ -325,7 +328,7 @@ def test_the_tags_of_a_run_with_phases(tmp_path: Path, small_run: ModuleType) ->
     names |= {"gradients/norm": ("total/discriminator", "generator.0.weight/generator")}
     names |= {"memory": ("parameters_mib", "activations_mib", "gradients_mib/generator")}
     assert {f"{first}/{rest}" for first, others in names.items() for rest in others} <= tags[1]
-    # The discriminator's phase is not due at the second step.
+    # The phase discriminator does not run at the second step.
     assert not {tag for tag in tags[2] if "discriminator" in tag and "/val" not in tag}
     assert small.values.seen["optimizer/lr/generator/first", 1] == 1e-3
     assert small.values.seen["memory/activations_mib", 1] > 0

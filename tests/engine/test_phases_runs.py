@@ -15,7 +15,7 @@ from exp.check.stages import compose
 pytestmark = pytest.mark.numeric
 
 STEPS = ("trainer.max_epochs=null", "trainer.max_steps=4", "test=false", "optimizer=sgd", "logger=[]", "metrics=[]")
-# The generator's source: noise would differ with the number of ranks.
+# Input of the generator. Noise would depend on the number of ranks.
 SOURCE = "x.flatten(1)[:, :16]"
 JUDGE = (
     f"fake = generator({SOURCE}).detach()\n"

@@ -1,4 +1,4 @@
-"""The position of a run in Lightning's loops, of which engine/progress.py relies on private names."""
+"""The position of a run in Lightning's loops, for which engine/progress.py uses private names of Lightning."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_a_restored_loop_counts_as_the_position_says(tmp_path: Path, small_run: 
     start = Position(epoch=3, batch=0, step=21, batches=21)
     trainer.fit_loop.load_state_dict(fit_loop_state(trainer, start))
     assert (trainer.current_epoch, trainer.global_step) == (3, 21)
-    # At an epoch's start nothing is open: it is no restart.
+    # A position at the start of an epoch is no restart within the epoch.
     assert not trainer.fit_loop.restarting
 
 
 class Look(Callback):
-    """Notes the positions that a run passes."""
+    """Callback that records the positions of a run."""
 
     def __init__(self) -> None:
         self.before: list[Position] = []
@@ -44,7 +44,7 @@ class Look(Callback):
 def test_the_positions_of_a_run(tmp_path: Path, small_run: ModuleType) -> None:
     look = Look()
     small_run.Small(tmp_path, callbacks=(look,), max_epochs=2, accumulate_grad_batches=2, max_steps=7).fit()
-    # Seven batches an epoch are windows of 2, 2, 2 and 1; the positions are the windows' beginnings.
+    # The seven batches of an epoch are steps of 2, 2, 2 and 1 batches. The position is that of the start of the step.
     places = [(one.epoch, one.batch, one.step, one.batches) for one in look.before]
     assert places[:8] == [
         (0, 0, 0, 0),
@@ -57,7 +57,7 @@ def test_the_positions_of_a_run(tmp_path: Path, small_run: ModuleType) -> None:
         (1, 0, 4, 7),
     ]
     assert look.validating[0] == Position(epoch=0, batch=7, step=4, batches=7, validation_due=True, epoch_complete=True)
-    # max_steps came in the middle of the second epoch, which Lightning counts as done.
+    # The run ends by max_steps in the middle of the second epoch, which Lightning counts as complete.
     assert look.after == [Position(epoch=1, batch=6, step=7, batches=13)]
     small_run.Small(tmp_path / "whole", callbacks=(look,), max_epochs=2).fit()
     assert look.after[1] == Position(epoch=2, batch=0, step=14, batches=14)

@@ -1,4 +1,4 @@
-"""Hooks run once an optimizer step, and loggers get each value once."""
+"""Hooks run once per optimizer step, and loggers get each value once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exp.hooks.step import Step
 
 
 class Watch(Hook):
-    """Records its calls with the batch size, and gives a value of each kind."""
+    """Hook that records its calls with the batch size, and returns tensors and floats."""
 
     def __init__(self, *, every_n_steps: int = 1) -> None:
         super().__init__(every_n_steps=every_n_steps)
@@ -41,7 +41,7 @@ class Watch(Hook):
 def test_a_hook_is_called_at_its_optimizer_steps(tmp_path: Path, small_run: ModuleType) -> None:
     hook = Watch(every_n_steps=2)
     small_run.Small(tmp_path, hooks={"watch": hook}, max_epochs=1, accumulate_grad_batches=2).fit()
-    # The last of four windows has the 9 samples that are left.
+    # The last of four steps has only 9 samples.
     sizes = {1: 32, 2: 32, 4: 9}
     assert hook.calls == [*((name, *one) for one in sizes.items() for name in ("backward", "step")), ("teardown",)]
 
@@ -114,7 +114,7 @@ def test_values_reach_the_loggers_early_and_then_every_n_steps(tmp_path: Path, s
 
     small.values.log_metrics = noted
     small.fit()
-    # The last one is the epoch's mean loss.
+    # The last call has the mean loss of the epoch.
     assert at == [1, 2, 3, 4, 5, 6, 7, 7]
     assert writes == [1, 2, 4, 4, 5, 7, 7, 7]
 

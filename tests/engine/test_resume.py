@@ -1,4 +1,4 @@
-"""A killed run resumes exactly: its losses, metrics and weights equal those of an unbroken run bit for bit."""
+"""A killed run resumes exactly: losses, metrics and weights equal those of an unbroken run bit for bit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HOOKS = (
 def run_in_parts(
     small_run: ModuleType, directory: Path, kills: Sequence[tuple[str, int]], **plan: Any
 ) -> tuple[Any, dict[Any, float]]:
-    """Run, kill the run at each of these calls of a hook and resume it. Return the last part, and all values."""
+    """Run, kill the run at each (hook, count) and resume it; return the last part of the run, and all values."""
     callbacks = plan.pop("callbacks", ())
     values: dict[Any, float] = {}
     for kill in [*kills, None]:
@@ -99,7 +99,7 @@ def test_a_kill_at_any_hook_loses_nothing(tmp_path: Path, small_run: ModuleType,
 
 
 class KilledWriter(AtomicCheckpointIO):
-    """Ends the run before or after the n-th change of a file. points: how many such moments came, an attribute."""
+    """Checkpoint writer that kills the run at moment `at`; moments are before and after each change of a file."""
 
     def __init__(self, kill: Callable[[], None], at: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class KilledWriter(AtomicCheckpointIO):
 
 
 def test_a_kill_at_any_moment_of_a_save_loses_nothing(tmp_path: Path, small_run: ModuleType) -> None:
-    """Every moment between the files of a save: last.ckpt without the best, the best without its older one removed."""
+    """The kills include moments between two files, such as after last.ckpt and before best.ckpt."""
 
     def run(name: str, io: AtomicCheckpointIO | None = None) -> Any:
         plan = {"accumulate_grad_batches": 2, "every_n_steps": 1, "val_check_interval": 4, "max_epochs": 1}
@@ -165,7 +165,7 @@ def test_a_run_killed_by_the_system_equals_an_unbroken_one(
 
 
 class Noisy(Dataset):
-    """Samples with noise from torch's generator, as of a user's transforms."""
+    """Data set with noise from torch's generator, as random transforms of users add."""
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -215,7 +215,7 @@ def test_a_resumed_complete_run_says_how_to_train_longer(
         assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
         assert again.trainer.global_step == whole.trainer.global_step
         assert again.recording.metrics == whole.recording.metrics
-        # The new directory can be evaluated and resumed.
+        # The new directory has checkpoints, so that it can be evaluated and resumed.
         assert again.checkpointing.best_path.read_bytes() == whole.checkpointing.best_path.read_bytes()
         assert again.last.read_bytes() == whole.last.read_bytes()
 
@@ -224,7 +224,7 @@ def test_a_resumed_complete_run_says_how_to_train_longer(
 def test_a_signal_in_a_validation_saves_the_trained_weights(
     tmp_path: Path, small_run: ModuleType, callbacks: tuple[str, ...], batch: int
 ) -> None:
-    """Without an average, the validation is the last one, and nothing else is left to do."""
+    """Without an average, the signal comes in the last validation of the run, when training is complete."""
 
     def run(name: str, *more: Any, epochs: int = 3 if callbacks else 2) -> Any:
         return small_run.Small(tmp_path / name, max_epochs=epochs, callbacks=(*callbacks, *more))
@@ -260,7 +260,7 @@ def test_a_longer_run_has_the_rates_of_its_length(tmp_path: Path, small_run: Mod
     longer.fit(resume=longer.last)
     tag = "optimizer/lr/" + ("head" if phases else "default")
     found = {step: value for (name, step), value in longer.values.seen.items() if name == tag}
-    # Half a cosine over 28 steps behind 3 of warm-up; a phase repeats its step and not its schedule's.
+    # A cosine over 28 steps with 3 steps of warm-up. Repeats of a phase do not step the schedule.
     expected = {step: 1e-2 * (1 + math.cos(math.pi * (step - 4) / 25)) / 2 for step in range(15, 29)}
     assert found == pytest.approx(expected, rel=1e-9)
 
@@ -268,7 +268,7 @@ def test_a_longer_run_has_the_rates_of_its_length(tmp_path: Path, small_run: Mod
 def test_a_run_whose_directory_is_removed_saves_its_state(tmp_path: Path, small_run: ModuleType) -> None:
     taken = small_run.At("on_train_batch_end", 9, lambda: shutil.rmtree(tmp_path / "run"))
     run = small_run.Small(tmp_path / "run", callbacks=(taken,))
-    run.values.path = tmp_path / "values.jsonl"  # opened again for each value
+    run.values.path = tmp_path / "values.jsonl"  # the logger opens this file for each value, and its folder must exist
     run.fit()
     whole = small_run.Small(tmp_path / "whole")
     whole.fit()
@@ -279,14 +279,14 @@ def test_a_run_removes_half_written_files(tmp_path: Path, small_run: ModuleType)
     first = small_run.Small(tmp_path / "first", max_epochs=1)
     first.fit()
     left = [tmp_path / "first" / ".report.json.1.2.partial", first.last.with_name(".last.ckpt.1.2.partial")]
-    left.append(first.last.with_name(".last.ckpt.partial"))  # of an older version
+    left.append(first.last.with_name(".last.ckpt.partial"))  # name in older versions
     left.append(tmp_path / "first" / "pictures" / ".loss.png.1.2.partial")
     left[-1].parent.mkdir(exist_ok=True)
     others = [tmp_path / ".last.ckpt.1.2.partial", first.last.with_name(".mine.partial")]
     for path in (*left, *others):
         path.touch()
     best = first.checkpointing.best_path
-    with open_atomic(best) as file:  # another process writes there
+    with open_atomic(best) as file:  # as if another process were writing this file
         file.write(b"whole")
         again = small_run.Small(tmp_path / "again", max_epochs=2)
         again.fit(resume=first.last)
@@ -313,7 +313,7 @@ def test_a_foreign_checkpoint_can_only_be_evaluated(tmp_path: Path, small_run: M
 def test_a_best_without_its_file_is_forgotten(
     tmp_path: Path, small_run: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # last.ckpt is of step 8, so that it is not the best itself, which is of step 7.
+    # last.ckpt has step 8, and the best checkpoint step 7.
     first = small_run.Small(tmp_path / "a", max_epochs=2, callbacks=(small_run.At("on_train_batch_end", 9),))
     with pytest.raises(small_run.Killed):
         first.fit()
@@ -327,7 +327,7 @@ def test_a_best_without_its_file_is_forgotten(
 
 def assert_equal_runs(whole: Any, part: Any, values: dict[Any, float]) -> None:
     assert {key: values[key] for key in whole.values.seen if key in values} == whole.values.seen
-    # Learning rates and loss scales have one more point when a part begins.
+    # A resumed run logs its first learning rate and loss scale again, which are additional points.
     assert all(tag.startswith(("optimizer/", "precision/")) for tag, _ in values.keys() - whole.values.seen.keys())
     assert part.trainer.global_step == whole.trainer.global_step
     assert part.recording.metrics == whole.recording.metrics

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and which thread writes them; none of it changes the run."""
+"""Times of saves, kept checkpoints, and the writing thread, none of which changes the results of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_clock_saves_no_oftener_than_its_period(
     clock.on_save_checkpoint = lambda trainer, *_: saved.append(trainer.global_step)
     small.trainer.callbacks.insert(1, clock)
     small.fit()
-    assert saved == [3, 6, 7]  # 75 s, 150 s, the end
+    assert saved == [3, 6, 7]  # after 75 s, after 150 s, at the end
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_the_best_one(tmp_path: Path, small_run: ModuleType,
 
 
 class Slow(ThreadedCheckpointIO):
-    """Calls a function before each file that it writes, in the thread that writes it."""
+    """Checkpoint writer that calls a function in its thread before each file."""
 
     def __init__(self, before: Callable[[], object], **settings: Any) -> None:
         super().__init__(**settings)
@@ -99,7 +99,7 @@ class Slow(ThreadedCheckpointIO):
 
 
 class Copying(Slow):
-    """Copies every state for the thread, as large ones are; others are packed."""
+    """Checkpoint writer that copies every state for its thread, as it does for large states by default."""
 
     packed_bytes = 0
 
@@ -117,7 +117,7 @@ def test_a_thread_writes_the_same_files(tmp_path: Path, small_run: ModuleType, k
 
     def before() -> None:
         threads.add(threading.current_thread().name.partition("_")[0])
-        time.sleep(0.02)  # while steps go on
+        time.sleep(0.02)  # training continues meanwhile
 
     whole = small_run.Small(tmp_path / "plain", every_n_steps=1, max_epochs=2, **more)
     whole.fit()
@@ -152,7 +152,7 @@ def test_at_most_two_states_wait_and_are_written_in_order(tmp_path: Path, kind: 
     third = threading.Thread(target=save, args=(2,))
     third.start()
     third.join(0.1)
-    assert third.is_alive()  # two are held already
+    assert third.is_alive()  # two states wait, so a third save blocks
     assert written == []
     for _ in range(3):
         gate.release()
@@ -185,7 +185,7 @@ def test_a_failed_write_of_a_thread_ends_the_run(
 
 
 def test_a_callbacks_checkpoint_is_written_immediately(tmp_path: Path, small_run: ModuleType) -> None:
-    """The states that wait are written first."""
+    """The states that wait for the thread are written before it."""
     steps = []
 
     class Saving(Callback):
@@ -201,7 +201,7 @@ def test_a_callbacks_checkpoint_is_written_immediately(tmp_path: Path, small_run
         limit_train_batches=3,
         callbacks=(Saving(),),
     )
-    small.trainer.callbacks.reverse()  # of hooks at one point, ours before theirs
+    small.trainer.callbacks.reverse()  # so that exp's callback comes before the user's
     small.last.parent.mkdir()
     AtomicCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 0}, small.last)
     small.fit()
@@ -219,7 +219,7 @@ def test_a_very_large_state_is_written_without_the_thread(tmp_path: Path) -> Non
 
 
 def test_a_forked_worker_keeps_no_lock_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a lock, the copy of the best would wait for a worker that ends after it."""
+    """If the worker held the lock of the file, the copy of the best would wait for the end of the worker."""
     own, writing, forked = os.fsync, threading.Event(), threading.Event()
 
     def fsync(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""best.ckpt holds the weights that its value was measured with, whatever callbacks did to the module afterwards."""
+"""best.ckpt has the validated weights, even if callbacks change the module after the validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 class Spoils(Callback):
-    """Changes every weight at a hook, without torch's version counters."""
+    """Callback that changes every weight at a hook, without a change of torch's version counters."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self._spoil)
@@ -50,7 +50,7 @@ HOLDS = {"holds_scored": True}
 
 
 def value_of(small: Any, directory: Path, small_run: ModuleType, state: dict[str, torch.Tensor]) -> float:
-    """The validation loss of weights, by a run that only validates."""
+    """Return the validation loss of weights, computed by a run that only validates."""
     other = small_run.Small(directory)
     other.module.load_state_dict(state)
     other.trainer.validate(other.module, datamodule=other.data, verbose=False)

@@ -1,4 +1,4 @@
-"""Phases that are simultaneous against the loop of PyTorch's AMP notes: one forward, both backwards, then both steps.
+"""Simultaneous phases equal the loop of PyTorch's AMP notes: one forward, both backwards, then both steps.
 
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html#working-with-multiple-models-losses-and-optimizers
 """
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 
 class Two(nn.Module):
-    """Two models of one input, whose outputs go into both losses; the layer between them is a BatchNorm."""
+    """Two models with the same input. Both losses use both outputs, and the first model has a BatchNorm."""
 
     def __init__(self, inf_at: int | None = None) -> None:
         super().__init__()

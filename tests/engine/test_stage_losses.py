@@ -1,4 +1,4 @@
-"""The loss of a stage equals one call over the whole stage for any batch size."""
+"""For any batch size, the loss of a stage equals one call of the loss on the whole stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.numeric
 
 
 class Positive(nn.Module):
-    """A loss of the targets of class 1 alone, which divides by their number."""
+    """Mean loss over the samples of class 1."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return (output[:, 1].square() * target).sum() / target.sum().clamp(min=1)
@@ -38,7 +38,7 @@ class Positive(nn.Module):
 
 
 class Confidence(AbstractTerm):
-    """A term that weighs each sample by its first input."""
+    """Term that weights each sample by its first input."""
 
     def forward(self, values: Values, batch: Any = None, passes: Any = None) -> Tensor:
         weights = values["input"][:, 0].exp()
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, nn.Module]] = {
 
 
 def in_one_call(small: Any, terms: dict[str, nn.Module], stage: str) -> dict[str, float]:
-    """Return the values of the terms, each from one call over the whole stage."""
+    """Return the value of each term from one call on the whole stage."""
     batches = [batch.data for batch in small.data.data.loader(stage)]
     inputs, target = (torch.cat(column) for column in zip(*batches, strict=True))
     inputs, network = inputs.double(), small.module.network.double().eval()
@@ -83,7 +83,7 @@ def in_one_call(small: Any, terms: dict[str, nn.Module], stage: str) -> dict[str
 
 
 def fitted(small_run: ModuleType, directory: Path, terms: dict[str, nn.Module], **settings: Any) -> Any:
-    """A run of one epoch in float64 that changes nothing."""
+    """Run one epoch in float64 with learning rate 0, and return the run."""
     small = small_run.Small(
         directory, terms=terms, max_epochs=1, word="fp64", plain_network=True, metrics={}, **settings
     )
@@ -129,7 +129,7 @@ def test_the_loss_of_phases_is_the_sum_of_their_means(tmp_path: Path, small_run:
 
 
 def trained(small_run: ModuleType, directory: Path, terms: dict[str, nn.Module], **settings: Any) -> Any:
-    """A run of two epochs in float64."""
+    """Run two epochs in float64, and return the run."""
     small = small_run.Small(
         directory, terms=copy.deepcopy(terms), max_epochs=2, word="fp64", plain_network=True, metrics={},
         limit_val_batches=0, every_n_steps=None, **settings,
@@ -139,7 +139,7 @@ def trained(small_run: ModuleType, directory: Path, terms: dict[str, nn.Module],
     return small
 
 
-# 105 samples: 7 batches of 16, of which the last step has 3, and the last batch 9 samples.
+# 105 samples are 7 batches. The last step has three of them, and the last batch has 9 samples.
 @pytest.mark.parametrize("phased", [False, True])
 @pytest.mark.parametrize("case", ["equal", *CASES])
 def test_micro_batches_train_as_one_batch(tmp_path: Path, small_run: ModuleType, case: str, phased: bool) -> None:
@@ -182,7 +182,7 @@ def test_ranks_accumulate_as_one_batch_of_one_process(
 
 
 class Again(Hook):
-    """Runs each micro-batch of a step again, before the step."""
+    """Hook that runs each micro-batch of a step a second time before the update."""
 
     def before_update(self, step: Any, update: Any) -> None:
         tracer = SimpleNamespace(forward=contextlib.nullcontext, backward=lambda loss: None)
@@ -217,7 +217,7 @@ def test_a_batch_in_which_nothing_counts_has_no_gradient() -> None:
 def test_a_stage_in_which_nothing_counts_is_told(tmp_path: Path, small_run: ModuleType) -> None:
     with pytest.raises(RunError, match="loss/val has no value: no target of the val samples counts; expected at"):
         fitted(small_run, tmp_path, {"ce": CrossEntropy(class_weights=[0.0, 0.0])})
-    # A term of several adds nothing, and has no tag.
+    # A term in which no sample counts adds nothing, and has no tag.
     terms = {"ce": CrossEntropy(), "none": CrossEntropy(class_weights=[0.0, 0.0])}
     metrics = fitted(small_run, tmp_path / "several", terms).recording.metrics
     assert "loss/val/none" not in metrics
@@ -230,7 +230,7 @@ def test_a_stage_in_which_nothing_counts_is_told(tmp_path: Path, small_run: Modu
 def test_two_ranks_train_and_evaluate_as_one(
     tmp_path: Path, elsewhere: Any, logged: Any, loss: Any, batch_size: int
 ) -> None:
-    """Ranks get unequal shares, shares in which nothing counts, and a stand-in of a batch of one sample."""
+    """The batch sizes give ranks different numbers of samples, no counted sample, or a copy of the only sample."""
     settings = {"plain_network": True, "max_epochs": 2, "batch_size": batch_size, "loss": loss, "word": "fp64"}
     for world_size in (1, 2):
         ranks = elsewhere.ranks(tmp_path / str(world_size), world_size, **settings)

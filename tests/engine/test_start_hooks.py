@@ -1,4 +1,4 @@
-"""What hooks of the user set and change as training or an epoch starts is the same after a resume."""
+"""Changes that callbacks of users make at the start of training or of an epoch are the same after a resume."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 class ByEpoch(Callback):
-    """Sets a layer's dropout to a function of the epoch."""
+    """Callback that sets the dropout of a layer to a function of the epoch."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.network[3].p = 0.2 * trainer.current_epoch
 
 
 class ByCount(Callback):
-    """Counts epochs and batches, which the callback saves, and scales gradients by them."""
+    """Callback that counts epochs and batches, saves the counts, and scales gradients by them."""
 
     count = batches = 0
 
@@ -43,7 +43,7 @@ class ByCount(Callback):
 
 
 class ByChance(Callback):
-    """Draws a layer's dropout, and as training starts a factor of the gradients that is not saved."""
+    """Callback that draws the dropout of a layer at each epoch, and an unsaved factor of gradients at the start."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.factor = torch.rand(())
@@ -57,7 +57,7 @@ class ByChance(Callback):
 
 
 class Changes(Callback):
-    """Changes weights, a statistic, the rate and the momenta, as training and as each epoch starts."""
+    """Callback that changes weights, statistics, rate and momenta at the start of training and of each epoch."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         torch.nn.init.zeros_(pl_module.network[4].weight)
@@ -71,7 +71,7 @@ class Changes(Callback):
 
 
 class Freezes(Callback):
-    """Trains the first layer in every second epoch."""
+    """Callback that trains the first layer in every second epoch."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.network[0].requires_grad_(trainer.current_epoch % 2 == 1)
@@ -97,7 +97,7 @@ def test_start_hooks_act_once_in_a_resumed_run(tmp_path: Path, small_run: Module
 
     whole = run("whole")
     whole.fit()
-    # Within the first epoch, behind its last batch, and within the second and the third.
+    # Kills within the first epoch, after its last batch, within the second and within the third epoch.
     for hook, count in (("on_train_batch_end", 5), ("on_train_epoch_end", 1), ("on_train_batch_end", 5), ("", 0)):
         part = run("parts", *([small_run.At(hook, count)] if hook else []))
         with contextlib.suppress(small_run.Killed):

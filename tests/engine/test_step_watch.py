@@ -1,4 +1,4 @@
-"""runtime.step_timeout: a run that hangs ends as failed, and says where it stood."""
+"""runtime.step_timeout: a run that hangs ends as failed, and reports the stack of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits end a run where they say; signals end it with its state saved."""
+"""Limits end a run at the right step, and a run that ends by a signal saves its state."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_signal_to_one_rank_ends_all_ranks(tmp_path: Path, elsewhere: Any) -> 
 def test_a_second_signal_ends_the_process(tmp_path: Path, elsewhere: Any) -> None:
     process = elsewhere.start(tmp_path, slow_steps=1.0)
     wait_for(tmp_path / "values.0.jsonl", '"loss/train", 1')
-    # Again until it ends: on a busy machine two that follow each other may come as one.
+    # Repeat the signal, because on a busy machine two signals in a row may arrive as one.
     ends = time.monotonic() + 60
     while process.is_alive() and time.monotonic() < ends:
         os.kill(process.pid, signal.SIGTERM)
@@ -169,7 +169,7 @@ def test_max_time_reads_what_it_writes(days: int, hours: int, minutes: int, seco
 def test_limits_are_read_as_users_write_them() -> None:
     written = {90: 90.0, 0.5: 0.5, "90s": 90.0, "30m": 1800.0, "1h30m": 5400.0, "2d1h": 176_400.0, "1h5s": 3605.0}
     assert {time: seconds_of(time) for time in written} == written
-    # Without a limit by epochs, another one limits the run.
+    # With max_epochs=null, another limit ends the run.
     arguments, limits = take_limits({"max_epochs": None, "max_steps": 5, "max_time": None})
     assert (arguments, limits.max_steps, limits.max_seconds) == ({"max_epochs": -1}, 5, None)
     assert take_limits({"max_epochs": 3, "max_steps": -1})[0] == {"max_epochs": 3}

@@ -1,4 +1,4 @@
-"""The switches of `runtime`: the effect of each, and that the results stay the same."""
+"""The switches of `runtime` have their effect, and the results stay the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_channels_last_keeps_results_over_a_resume(tmp_path: Path) -> None:
     weights = [tensor for tensor in kept["state_dict"].values() if tensor.dim() == 4]
     assert weights
     assert any(not weight.is_contiguous() for weight in weights)
-    # A resume in the other layout lays the optimizer's averages out as the weights.
+    # A resume without channels_last converts the optimizer's averages to the layout of the weights.
     longer = ("trainer.max_steps=12", "test=false")
     whole = fit(tmp_path / "whole", *PICTURES, *longer)
     again = fit(tmp_path / "again", *PICTURES, *longer, f"resume={tmp_path}/last/checkpoints/last.ckpt")

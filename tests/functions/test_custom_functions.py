@@ -1,4 +1,4 @@
-"""Functions with their own backward equal the operators of torch: first and second gradients, transforms, layers."""
+"""Functions with a custom backward equal torch's operators: first and second gradients, transforms, layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def x(*shape: int, seed: int = 0) -> Tensor:
 
 
 def rounded(value: Tensor) -> Tensor:
-    """Return the straight-through estimate in operators of torch."""
+    """Return the straight-through estimate, written with torch's operators."""
     return value + (value.round() - value).detach()
 
 

@@ -1,4 +1,4 @@
-"""Functions that change only the gradient: scaled, reversed, clipped by norm and by value."""
+"""Functions that change only the gradient: scale, reverse, clip by norm, clip by value."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_the_gradient_is_multiplied_and_the_value_kept(function, sign: float, fa
 
 @pytest.mark.parametrize("function", [scale_gradient, gradient_reversal, *CLIPS])
 def test_second_gradients_are_right(function) -> None:
-    # With a factor, the gradient is not the derivative, on purpose. A second factor undoes the first. A clip is the
-    # identity below its limit.
+    # These functions change the gradient, so gradcheck needs a combination without effect: a factor and its inverse,
+    # or a clip with a high limit.
     undone = (1e6,) if function in CLIPS else (4.0, 0.25)
     assert torch.autograd.gradcheck(lambda t: functools.reduce(function, undone, t.sin()), x(3, 2))
     for number in (0.5, in_double(0.5)):
@@ -145,4 +145,4 @@ def test_the_norm_includes_the_squares_of_other_ranks() -> None:
     given = torch.tensor([3.0, 0.0, 0.0], dtype=torch.float64)
     output = clip_gradient_by_norm(value, 2.5, total=lambda square: square + 16.0)
     (gradient,) = torch.autograd.grad(output, value, given)
-    torch.testing.assert_close(gradient, given * 0.5)  # the whole norm is 5
+    torch.testing.assert_close(gradient, given * 0.5)  # the norm of all gradients is 5

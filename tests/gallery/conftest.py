@@ -23,7 +23,7 @@ Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 START = "start.pt"
 STEPS, RATE = 3, 0.05
-# Three steps of plain gradient descent in float64.
+# Overrides for three steps of plain gradient descent in float64.
 DESCENT = (
     *("precision=fp64", "optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0"),
     *(f"optimizer.lr={RATE}", "scheduler=constant"),
@@ -36,7 +36,7 @@ SHORT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """The results of a run."""
+    """Results of a run."""
 
     directory: Path
 
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Weights by the names in the network."""
+        """Return the weights of the last checkpoint by their names in the network."""
         return {name.removeprefix("network."): value for name, value in self.checkpoint["state_dict"].items()}
 
     @property
@@ -58,13 +58,13 @@ class Ran:
         return self.report["metrics"]
 
     def column(self, tag: str) -> list[float]:
-        """A tag's values in the order of steps, of a run with logger=[csv]."""
+        """Return the values of a tag in the order of steps; the run needs logger=[csv]."""
         with (self.directory / "metrics.csv").open() as file:
             return [float(row[tag]) for row in csv.DictReader(file) if row[tag]]
 
 
 class Gallery:
-    """Experiments of the gallery, each in a new run directory below `place`."""
+    """Runner of the gallery's experiments, each in a new run directory in `place`."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -83,17 +83,19 @@ class Gallery:
         return build_data(resolve(exp.compose(self.command(name, *overrides))).settings)
 
     def batches(self, name: str, *overrides: str, part: str = "train", count: int | None = STEPS) -> list[Batch]:
-        """The first batches of an epoch, (input, target) or by name; floating ones in float64."""
+        """Return the first batches of an epoch, as (input, target) or by name, with floating-point data in float64."""
         loader = self.data(name, *overrides).loader(part)
         loader.set_position(0, 0)
         return [doubled(batch.data) for batch in itertools.islice(loader, count)]
 
     def descend(self, name: str, network: nn.Module, *overrides: str, loss: Loss | None = None) -> Ran:
-        """Run three steps from a network's weights, make them by hand, too, and compare the weights.
+        """Run three steps from the weights of a network, make the same steps by hand, and compare the weights.
 
         Args:
-            network: The network, with the names of the run's network. It is float64 afterwards.
-            loss: Returns the loss of the network on a batch. None: cross entropy.
+            name: experiment
+            network: network with the same names of parameters as that of the run; this method converts it to float64
+            overrides: further overrides of the run
+            loss: function of network and batch that returns the loss; None for cross entropy
         """
         network.double()
         torch.save(network.state_dict(), self.place / START)
@@ -109,7 +111,7 @@ def classification(network: nn.Module, batch: Batch) -> Tensor:
 
 
 def by_hand(network: nn.Module, batches: Iterable[Batch], *, loss: Loss = classification, lr: float = RATE) -> None:
-    """Plain gradient descent, a step a batch."""
+    """Train a network with one step of plain gradient descent per batch."""
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=lr)
     for batch in batches:

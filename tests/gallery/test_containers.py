@@ -1,4 +1,4 @@
-"""Containers of torch.nn in YAML, compared with the same networks in Python. The docstrings are on the pages."""
+"""Containers of torch.nn in YAML equal the same networks in Python. The site shows the docstrings of the tests."""
 
 from __future__ import annotations
 

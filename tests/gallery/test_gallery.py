@@ -1,4 +1,4 @@
-"""The list of the gallery is complete and imports little, and each experiment has a test."""
+"""The list of the gallery is complete and its command imports little, and each experiment has a test."""
 
 from __future__ import annotations
 

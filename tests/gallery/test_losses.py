@@ -1,4 +1,4 @@
-"""Losses and penalties of the gallery, compared with loops by hand. The docstrings are on the pages."""
+"""Losses and penalties of the gallery equal loops by hand. The site shows the docstrings of the tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOUBLE = ("precision=fp64",)
 
 
 class Perceptron(nn.Module):
-    """conf/model/sequential.yaml."""
+    """Network of conf/model/sequential.yaml."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Perceptron(nn.Module):
 
 
 def test_gradient_penalty_inputs(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of a loop with `torch.autograd.grad` by the input to
-    1e-9.
+    """After three SGD steps in float64, the weights equal those of a loop that uses `torch.autograd.grad` with respect
+    to the input to 1e-9.
     """
 
     def loss(network: nn.Module, batch: Any) -> Tensor:
@@ -43,7 +43,7 @@ def test_gradient_penalty_inputs(gallery: Any) -> None:
 
 
 def of_the_notes(network: nn.Module, batch: Any, *, weight: float = 0.01) -> Tensor:
-    """https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty, without a scaler."""
+    """Return the loss of https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty, unscaled."""
     loss = cross_entropy(network(batch[0]), batch[1])
     gradients = torch.autograd.grad(loss, list(network.parameters()), create_graph=True)
     norm = torch.zeros((), dtype=loss.dtype)
@@ -229,8 +229,8 @@ def test_wgan_gp(gallery: Any, hand: Any, build_model: Any) -> None:
 
 
 def opposed(network: nn.Module, batches: list[Any], weight: float) -> None:
-    """Make steps without a reversal: the features ascend the weighted loss of the domain, the others descend their
-    losses.
+    """Make steps without a reversal layer: the features ascend the weighted domain loss, and the other layers descend
+    their losses.
     """
     parameters = dict(network.named_parameters())
     for batch in batches:
@@ -261,8 +261,8 @@ def test_domain_adversarial_and_dann_are_one(gallery: Any, hand: Any, build_mode
 
 @pytest.mark.parametrize("epochs", [2])
 def test_dann(gallery: Any, epochs: int) -> None:
-    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9; with the
-    paper's schedule the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), where p is the share of finished steps.
+    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9. With the
+    paper's schedule, the weight is 0.1 (2 / (1 + exp(-10 p)) - 1), where p is the fraction of completed steps.
     """
     short = (
         f"trainer.max_epochs={epochs}",
@@ -277,8 +277,8 @@ def test_dann(gallery: Any, epochs: int) -> None:
 
 @pytest.mark.slow
 def test_domain_adversarial(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9; after 8 epochs
-    it recognizes more digits of the other domain than without the reversal.
+    """After three SGD steps in float64, the weights equal those of two gradients added by hand to 1e-9. After 8 epochs,
+    the network recognizes more digits of the other domain than without the reversal.
     """
     short = ("trainer.max_epochs=8", "hooks=[]")
     found = gallery.run("domain_adversarial", *short).metrics["accuracy/test"]

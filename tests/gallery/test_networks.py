@@ -1,4 +1,4 @@
-"""Networks of the gallery, compared with the same networks in Python. The docstrings are on the pages."""
+"""Networks of the gallery equal the same networks in Python. The site shows the docstrings of the tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LeNet(nn.Module):
 
 
 def test_lenet(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of LeNet in Python to 1e-9; after the whole training
+    """After three SGD steps in float64, the weights equal those of LeNet in Python to 1e-9. After the whole training,
     its test accuracy is above that of logistic regression.
     """
     gallery.descend("lenet", LeNet())
@@ -49,7 +49,7 @@ def test_lenet(gallery: Any) -> None:
 
 
 class HandLSTM(nn.Module):
-    """The equations of torch.nn.LSTM's page."""
+    """LSTM with the equations of the documentation of torch.nn.LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_lstm(gallery: Any) -> None:
 
 
 class FusedGRU(nn.Module):
-    """The parameters of the program's GRU, run by torch.nn.GRU."""
+    """torch.nn.GRU with the parameters of the program's GRU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_gru(gallery: Any) -> None:
 
 
 def encoder_layer(weights: dict[str, Tensor], prefix: str, *, heads: int, width: int, hidden: int) -> nn.Module:
-    """torch's own layer with the weights of a block of conf/model/transformer.yaml or gpt.yaml."""
+    """Return torch's TransformerEncoderLayer with the weights of a block of conf/model/transformer.yaml or gpt.yaml."""
     layer = nn.TransformerEncoderLayer(
         width, heads, hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
     )
@@ -154,7 +154,7 @@ def test_gpt(gallery: Any, text: tuple[str, ...]) -> None:
 
 
 def causal_loss(weights: dict[str, Tensor], batches: list[Any]) -> float:
-    """The mean cross entropy of conf/model/gpt.yaml, by torch's own layers."""
+    """Return the mean cross entropy of conf/model/gpt.yaml, computed with torch's TransformerEncoderLayer."""
     losses = []
     for x, target in batches:
         x = functional.embedding(x, weights["tokens.weight"]) + weights["positions"][: x.shape[1]]
@@ -185,7 +185,7 @@ def test_tokenized_text(gallery: Any, text: tuple[str, ...]) -> None:
 
 
 class Conv1d(nn.Module):
-    """Correlations along the columns, as sums over shifted pieces."""
+    """Network with correlations along the columns, written as sums over shifted pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_conv1d(gallery: Any) -> None:
 
 
 class Autoencoder(nn.Module):
-    """Upsampling by its definition: repeated pixels, and weighted means of a new pixel's neighbours."""
+    """Autoencoder that upsamples by the definitions: repeated pixels, and weighted means of neighboring pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Autoencoder(nn.Module):
 
 
 def interpolation(size: int) -> Tensor:
-    """`[2 size, size]`: bilinear weights along one axis; pixel i has its centre at i + 1/2."""
+    """Return the bilinear weights `[2 size, size]` along one axis; the center of pixel i is at i + 1/2."""
     weights = torch.zeros(2 * size, size, dtype=torch.float64)
     for new in range(2 * size):
         at = min(max((new + 0.5) / 2 - 0.5, 0.0), size - 1)
@@ -245,7 +245,7 @@ def test_upsample(gallery: Any) -> None:
 
 
 class Regions(nn.Module):
-    """The largest number of each quarter of each region, found in a loop."""
+    """Network that finds the largest number of each quarter of each region in a loop."""
 
     boxes = ((0, 0, 5, 5), (0, 3, 5, 5), (3, 0, 5, 5), (3, 3, 5, 5), (1, 2, 6, 4))
 
@@ -269,14 +269,14 @@ def halves(size: int) -> tuple[slice, slice]:
 
 @pytest.mark.slow
 def test_roi_pool(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of a loop that looks for the largest number of each
-    cell to 1e-9.
+    """After three SGD steps in float64, the weights equal those of a loop that finds the largest number of each cell to
+    1e-9.
     """
     gallery.descend("roi_pool", Regions())
 
 
 class SuperResolution(nn.Module):
-    """The sub-pixel shuffle by indices."""
+    """Network with a sub-pixel shuffle by indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,9 +294,9 @@ class SuperResolution(nn.Module):
 
 @pytest.mark.slow
 def test_super_resolution(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of a loop that shuffles by indices to 1e-9; after the
-    whole training its squared error on test is less than half of that of bicubic interpolation. Exported by `python -m
-    exp.export run=DIR`, it has that error in ONNX Runtime to 1e-5, and the same pictures to 1e-4.
+    """After three SGD steps in float64, the weights equal those of a loop that shuffles by indices to 1e-9. After the
+    whole training, its squared error on the test split is less than half of that of bicubic interpolation. Exported by
+    `python -m exp.export run=DIR`, it has the same error in ONNX Runtime to 1e-5, and the same pictures to 1e-4.
     """
     gallery.descend(
         "super_resolution", SuperResolution(), loss=lambda network, batch: mse_loss(network(batch[0]), batch[0])
@@ -314,7 +314,7 @@ def test_super_resolution(gallery: Any) -> None:
 
 
 class Backwards(nn.Module):
-    """Bahdanau's attention with dot products as scores, one step of the decoder at a time."""
+    """Encoder and decoder with Bahdanau's attention and dot products as scores, one decoder step at a time."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -337,8 +337,8 @@ class Backwards(nn.Module):
 
 @pytest.mark.slow
 def test_seq2seq_attention(gallery: Any, text: tuple[str, ...]) -> None:
-    """After three SGD steps in float64, the weights equal those of a decoder written step by step to 1e-9; after 200
-    steps more than 90 of 100 characters are right; the most frequent character has a share of less than 20.
+    """After three SGD steps in float64, the weights equal those of a decoder written step by step to 1e-9. After 200
+    steps, more than 90 percent of the characters are right; the most frequent character has a share below 20 percent.
     """
     words = (text[1],)
     characters = int(gallery.data("seq2seq_attention", *words).spec.num_classes)

@@ -1,4 +1,4 @@
-"""Strategies of the gallery, compared with one process. The docstrings are on the pages."""
+"""Strategies of the gallery equal one process. The site shows the docstrings of the tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_one_process(
 
 
 def _of(name: str) -> tuple[str, ...]:
-    """Return the overrides of the same network and data without the experiment, which sets `strategy`."""
+    """Return the overrides of the experiment's network and data, without the experiment, because it sets `strategy`."""
     return {"resnet_in_two_parts": ("model=resnet",), "sync_batchnorm": ("model=resnet",)}.get(
         name,
         ("model=transformer",) if name in ("pipeline", "fsdp", "tensor_parallel", "activation_checkpointing") else (),
@@ -114,8 +114,8 @@ def test_sync_batchnorm(ranks: Any, hand: Any) -> None:
 
 
 def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
-    """After three SGD steps in float64, the weights of two ranks equal those of one process to 1e-9; each rank sends 2
-    (n - 1) / n of the 50,826 gradients' bytes, which for two ranks is all of them.
+    """After three SGD steps in float64, the weights of two ranks equal those of one process to 1e-9. Each of n ranks
+    sends 2 (n - 1) / n times the bytes of the 50,826 gradients, which is all of them for two ranks.
     """
     ran = as_one_process(ranks, hand, "ring_all_reduce")
     log = (ran.directory / "train.log").read_text()
@@ -124,8 +124,8 @@ def test_ring_all_reduce(ranks: Any, hand: Any) -> None:
 
 @pytest.mark.slow
 def test_activation_checkpointing(commands: Any, hand: Any, tmp_path: Path) -> None:
-    """After three SGD steps in float64, the weights equal those of a run that keeps all activations to 1e-9; it keeps
-    less than half of their bytes.
+    """After three SGD steps in float64, the weights equal those of a run without checkpointing to 1e-9. The activations
+    take less than half of the bytes.
     """
     short = [*hand.DESCENT, *hand.SHORT, "launch.accelerator=cpu", "hooks.memory.every_n_steps=1", "logger=[csv]"]
     ran = []

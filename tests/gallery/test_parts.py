@@ -1,4 +1,4 @@
-"""Parts of a run in the gallery, compared with counts and loops by hand. The docstrings are on the pages."""
+"""Parts of a run in the gallery equal counts and loops by hand. The site shows the docstrings of the tests."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from exp.extras.gallery.scalar_tensor import ScalarTensor
 
 pytestmark = [pytest.mark.numeric, pytest.mark.any_processor]
 
-# Of conf/model/sequential.yaml on digits.
+# Widths of conf/model/sequential.yaml on digits.
 WIDTHS = (64, 256, 128, 10)
 WEIGHTS = sum(one * other + other for one, other in itertools.pairwise(WIDTHS))
 
 
 class Perceptron(nn.Module):
-    """conf/model/sequential.yaml."""
+    """Network of conf/model/sequential.yaml."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Perceptron(nn.Module):
 
 @pytest.mark.slow
 def test_checkpoint_components(gallery: Any, hand: Any) -> None:
-    """Network and optimizer of a checkpoint of step 3, loaded into plain torch, make three more steps with momentum in
-    float64. They equal those of a run of six steps to 1e-9.
+    """Network and optimizer of a checkpoint of step 3 are loaded into plain torch, and make three more steps with
+    momentum in float64. Their weights equal those of a run of six steps to 1e-9.
     """
     words = [*hand.DESCENT, *hand.SHORT, "optimizer.momentum=0.9"]
     short, long = (
@@ -63,8 +63,8 @@ def test_checkpoint_components(gallery: Any, hand: Any) -> None:
 
 
 def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
-    """The weights after two epochs in float64, with a body unfrozen at the second, equal those of a loop to 1e-9.
-    The loop's optimizer has the head first, then also the linear layers. The convolutions do not change by a bit.
+    """The weights after two epochs in float64, in which the linear layers are unfrozen for the second, equal those of a
+    loop to 1e-9. The loop's optimizer first has the head, then also the linear layers. The convolutions do not change.
     """
     network = build_model("lenet").double()
     torch.save(network.state_dict(), hand.START)
@@ -108,15 +108,16 @@ def test_initialisation(gallery: Any) -> None:
 
 
 def test_memory_four_parts(gallery: Any) -> None:
-    """Parameters, gradients and Adam's state have the bytes of a count by hand: 4 of each number, twice for the two
-    moments and 4 for each of six counts of steps; activations are the tensors kept by layers and loss.
+    """The measured bytes equal a count by hand. Parameters and gradients have 4 bytes per number. Adam's state has
+    twice as many for its two moments, and 4 for each of six step counters. Activations are the tensors that layers and
+    loss keep.
     """
     ran = gallery.run("memory_four_parts", "debug=one_batch", "test=false", "logger=[csv]")
     parts = ("parameters", "gradients", "optimizer", "activations")
     parameters, gradients, optimizer, activations = (round(2**20 * ran.column(f"memory/{one}_mib")[0]) for one in parts)
     assert parameters == gradients == 4 * WEIGHTS
     assert optimizer == 2 * 4 * WEIGHTS + 6 * 4
-    # The pixels; of each hidden layer what GELU was given and what it gave; log probabilities, classes, their weight.
+    # Pixels; input and output of each GELU; log probabilities; classes; total weight of the classes.
     assert activations == 64 * (4 * (64 + 2 * 256 + 2 * 128 + 10) + 8) + 4
 
 
@@ -133,7 +134,7 @@ class Logged(TorchDispatchMode):
 @pytest.mark.slow
 def test_logging_tensor(gallery: Any) -> None:
     """The operators of the first step, forward and backward, and their numbers of calls equal those that a
-    TorchDispatchMode counts in the same step by hand.
+    TorchDispatchMode counts in the same step of a loop by hand.
     """
     ran = gallery.run("logging_tensor", "debug=one_batch", "test=false")
     text = (ran.directory / "operators" / "step-1.md").read_text()
@@ -236,7 +237,7 @@ def test_an_ensemble_refuses_what_it_cannot_stack() -> None:
 
 
 class Functions(nn.Module):
-    """The functions by torch's own operators, whose backwards are autograd's."""
+    """Network with the same functions in torch's operators, differentiated by autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,14 +249,14 @@ class Functions(nn.Module):
 
 
 def test_custom_functions(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of torch's own operators and autograd's backwards to
+    """After three SGD steps in float64, the weights equal those of a network with torch's operators and autograd to
     1e-9.
     """
     gallery.descend("custom_functions", Functions())
 
 
 def einsum_and_friends(a: np.ndarray, mix: np.ndarray) -> np.ndarray:
-    """The program in NumPy."""
+    """Return the values of the program, computed with NumPy."""
     rows = range(len(a))
     products = [
         np.array([[(one * mix[:, :, k]).sum() for k in range(4)] for one in a]),
@@ -284,7 +285,7 @@ def einsum_and_friends(a: np.ndarray, mix: np.ndarray) -> np.ndarray:
         np.roll(a, 3, 2)[:, 4],
         np.pad(a[:, 5, :6], ((0, 0), (1, 1))),
     ]
-    # Where numbers are equal, any order of them gives the same sorted rows; what is scattered keeps its norm.
+    # The order of equal numbers does not matter: the sorted rows and the norm of the scattered values are the same.
     ranked = np.sort(a, 2)
     order = torch.argsort(torch.tensor(a), 2).numpy()
     scattered = np.zeros_like(a)
@@ -319,7 +320,7 @@ def test_einsum_and_friends(gallery: Any) -> None:
 
 
 class Reader(nn.Module):
-    """The parameters of the program's network, run by torch.nn.RNN."""
+    """torch.nn.RNN with the parameters of the program's network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,8 +336,8 @@ class Reader(nn.Module):
 
 
 def test_names_rnn(gallery: Any) -> None:
-    """After three SGD steps in float64, the weights equal those of `torch.nn.RNN` to 1e-9; after the whole training its
-    test accuracy is 0.1 above naive Bayes on counts of letters.
+    """After three SGD steps in float64, the weights equal those of `torch.nn.RNN` to 1e-9. After the whole training,
+    its test accuracy is 0.1 above that of naive Bayes on counts of letters.
     """
     gallery.descend("names_rnn", Reader(), "trainer.gradient_clip_val=null")
     data = gallery.data("names_rnn")

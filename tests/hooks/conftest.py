@@ -34,7 +34,7 @@ class Fitted:
 
     @functools.cached_property
     def values(self) -> dict[str, dict[int, float]]:
-        """The scalars of metrics.csv, by tag and step."""
+        """Return the scalars of metrics.csv by tag and step."""
         found: dict[str, dict[int, float]] = {}
         with (self.directory / "metrics.csv").open() as file:
             for row in csv.DictReader(file):
@@ -49,7 +49,7 @@ class Fitted:
 
 @pytest.fixture
 def step() -> Callable[..., Step]:
-    """A function that makes a step of a network on the CPU."""
+    """A function that returns the Step of a network on the CPU."""
 
     def make(network: nn.Module | None = None, **settings: Any) -> Step:
         given = {"index": 1, "optimizers": [], "batch_size": 8, "device": torch.device("cpu"), **settings}
@@ -60,7 +60,7 @@ def step() -> Callable[..., Step]:
 
 @pytest.fixture
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, empty at first, from which modules are importable."""
+    """An empty working directory, from which modules can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path

@@ -1,4 +1,4 @@
-"""A layer whose numbers are not finite at one forward in training, for the tests of nan_guard."""
+"""A layer with nan or inf at one forward in training, for the tests of nan_guard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from exp.hooks.hook import Hook
 
 
 class Fragile(nn.Module):
-    """Returns its input, except in the forward number `at` in training, counted from 1.
+    """Layer that returns its input, except in training forward number `at`, counted from 1.
 
-    where: forward, the output is nan; backward, the output is right and its gradient is that of a square root at 0.
+    With where="forward", the output of this forward is nan. With where="backward", the output is right, and the
+    gradient is infinite, as that of a square root at 0.
     """
 
     def __init__(self, *, at: int, where: str = "forward") -> None:
@@ -34,7 +35,7 @@ class Fragile(nn.Module):
 
 
 class Keeper(Callback):
-    """Writes the weights and the optimizer's state that a failed run leaves."""
+    """Callback that writes weights and optimizer state after an exception."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         states = [optimizer.state_dict() for optimizer in trainer.optimizers]
@@ -43,7 +44,7 @@ class Keeper(Callback):
 
 
 class Broken(Hook):
-    """A transform whose gradients are infinite at any loss scale."""
+    """Transforming hook with infinite gradients at any loss scale."""
 
     transforms = True
 

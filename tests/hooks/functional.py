@@ -12,7 +12,7 @@ from exp.objectives.term import AbstractTerm
 
 
 class GradientOfEnergy(nn.Module):
-    """The gradient of sum(tanh(A x + b)) with respect to x, for each sample of `[B, n]`."""
+    """Layer that returns the gradient of sum(tanh(A x + b)) with respect to x for each sample of `[B, n]`."""
 
     def __init__(self, *, size: int, width: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class GradientOfEnergy(nn.Module):
 
 
 class Derivative(AbstractTerm):
-    """The mean square of the network, or of its derivative, on the first samples of a batch, by torch.func."""
+    """Term with the mean square of the network or its derivative on the first samples of a batch, by torch.func."""
 
     needs = frozenset({"forward_passes"})
 

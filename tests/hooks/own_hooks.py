@@ -1,4 +1,4 @@
-"""Hooks as users write them, right and wrong, for test_hook.py and wrong_hooks.yaml."""
+"""Right and wrong hooks of users, for test_hook.py and wrong_hooks.yaml."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Probe(Hook):
         self.seen[f"probe/backward/{name}"] = grad_inputs[0].float().norm() / self.loss_scale
 
     def after_step(self, step):
-        # Combined over ranks, whose shares of the batch are equal.
+        # Combine the values of the ranks, which have equally many samples.
         count = len(step.gather(step.loss))
         found = {}
         for tag, value in self.seen.items():
             every = step.gather(value)
-            # A rank's loss is the mean over its share, so that its gradients are `count` times those of the whole mean.
+            # The loss of a rank is the mean over its samples, so its gradients are `count` times as large.
             found[tag] = every.mean() if "forward" in tag else (every / count).square().sum().sqrt()
         return found
 

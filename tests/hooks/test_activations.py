@@ -1,4 +1,4 @@
-"""The hook activations: its figures equal NumPy's over all calls, micro-batches and parts."""
+"""The figures of the hook activations equal NumPy's over all calls, micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.numeric
 
 @pytest.fixture
 def measured(step):
-    """A function that returns the hook's values of a step with a micro-batch for each input."""
+    """A function that runs one micro-batch per input, and returns the values that the hook logs for the step."""
 
     def measure(network, *inputs, **settings):
         hook = Activations(each_layer=True, **settings)
@@ -28,7 +28,7 @@ def measured(step):
         found = hook.after_step(now) or {}
         hook.detach()
         scalars = {tag: value.item() for tag, value in found.items() if isinstance(value, torch.Tensor)}
-        # The columns of the heat maps hold the same numbers.
+        # The columns of the heat maps have the same numbers as the scalars.
         assert scalars == {
             f"{tag}/{name}": number
             for tag, column in found.items()
@@ -41,7 +41,7 @@ def measured(step):
 
 
 def expected(name: str, entries: np.ndarray, units: np.ndarray) -> dict[str, float]:
-    """entries: all; units: `[C, ...]`."""
+    """Return the values by tag, from all entries of an output, and from the same entries as `[C, ...]`."""
     entries = entries.astype(np.float64)
     return {
         f"activations/mean/{name}": entries.mean(),
@@ -55,7 +55,7 @@ def test_figures_over_micro_batches_equal_numpys(measured):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 9), nn.ReLU())
     with torch.no_grad():
-        net[0].bias[:2] = -10.0  # two channels and one feature that are never above zero
+        net[0].bias[:2] = -10.0  # two channels and one feature are never above zero
         net[3].bias[4] = -100.0
     inputs = [torch.randn(5, 1, 8, 8), torch.randn(3, 1, 8, 8) + 1]
     found = measured(net, *inputs, modules=["1", "4"])
@@ -115,7 +115,7 @@ def test_units_of_a_sequence_are_its_features(measured):
 
 
 class Twice(nn.Module):
-    """One activation after two layers of different widths, and an output that is no tensor."""
+    """Network that uses one activation after two layers of different widths, with an output that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()

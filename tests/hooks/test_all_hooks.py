@@ -21,27 +21,27 @@ from exp.config import targets
 
 CONF = Path(exp.__file__).parent / "conf" / "hooks"
 TARGETS = {path.stem: OmegaConf.load(path)[path.stem]._target_ for path in sorted(CONF.glob("*.yaml"))}
-# Folders of src/exp/extras may be removed.
+# Hooks in removed folders of src/exp/extras are left out.
 CLASSES = {
     name: targets.resolve(target)
     for name, target in TARGETS.items()
     if Path(exp.__file__).parent.joinpath(*target.split(".")[1:-2], "__init__.py").is_file()
 }
 OBSERVING = [name for name, kind in CLASSES.items() if not kind.transforms]
-# Refuses layers that mix the samples of a batch.
+# This hook refuses layers that mix the samples of a batch, such as batch norm.
 WITHOUT_NORM = "per_sample_gradients"
 OPTIONS = {
     "activations": ["each_layer=true"],
     "gradients": ["each_parameter=true", "clipped=each", "histogram_every_n_steps=2"],
     "memory": ["details=true"],
-    # At a step at which the other hooks are not due: to record them takes ten times as long.
+    # At step 3 the other hooks do nothing. Recording them takes ten times as long.
     "profile": ["start_step=3", "steps=1", "warmup=0", "ranks=all"],
     "retain_gradients": ["each_module=true"],
     "samples": ["stages=[train,val,test]"],
     "throughput": ["peak_flops=1e12", "flops_per_sample=1e6"],
 }
 EVALUATED = ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "test=true", "monitor=loss/val"]
-# Random numbers in the forward, so that a hook that draws some changes the run; statistics that a forward moves.
+# With dropout, a hook that draws random numbers changes the run. With batch norm, a hook that runs a forward does.
 DROPOUT = "+model.layers.drop={_target_: torch.nn.Dropout, p: 0.3}"
 NORM = "model.layers.relu3._target_=torch.nn.BatchNorm1d"
 LENET = ["model=lenet", DROPOUT, "data.batch_size=32", "trainer.max_steps=4", "trainer.gradient_clip_val=1.0"]
@@ -106,8 +106,8 @@ def compatible(*run: str) -> list[str]:
     return [name for name in OBSERVING if name not in refused]
 
 
-# In float64, so that no sum over ranks turns a prediction. With batches of 67 the last batch of the validation is a
-# single sample, for which the second rank holds a stand-in.
+# float64, so that rounding in sums over ranks changes no prediction. With batches of 67, the last validation batch has
+# one sample, of which the second rank gets a copy.
 RUN = [
     *("model=lenet", "precision=fp64", "data.batch_size=67", "trainer.max_steps=3", "launch.accelerator=cpu"),
     *("trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1", "checkpoint.save_best=false"),
@@ -136,7 +136,7 @@ def test_two_ranks_log_one_process_values(fit, ranks, events, without) -> None:
             least, mean, most = (two.values[f"{tag}/{word}"][step] for word in ("min", "mean", "max"))
             assert 0 < least <= two.values[tag][step] <= most
             assert mean == pytest.approx((least + most) / 2)
-    if not without:  # each rank profiles its own process, and the first one alone lists operators
+    if not without:  # each rank profiles its process, and only rank 0 lists operators
         assert {path.name.split(".")[1] for path in (two.directory / "profile").iterdir()} == {"rank0", "rank1"}
         assert "[34, 1, 8, 8]" in (two.directory / "operators" / "step-1.md").read_text()
 
@@ -171,7 +171,7 @@ def test_ranks_with_parts_log_one_process_values(ranks, events, strategy: str, c
     names = compatible(*run, *split)
     assert hooks <= set(names)
     if strategy == "layer_split":
-        names.remove("retain_gradients")  # its parts run, and never the network as a whole
+        names.remove("retain_gradients")  # the network itself is not called, only its parts
     one = ranks.train(*run, *with_hooks(names))
     parts = ranks.train(*run, *with_hooks(names), *split, ranks=count)
     assert_equal_values(one, parts, events, tolerance=1e-6)
@@ -184,8 +184,8 @@ def test_ranks_with_parts_log_one_process_values(ranks, events, strategy: str, c
 
 
 def assert_equal_values(one, other, events, *, tolerance: float = 1e-9) -> None:
-    """Compare what two runs logged, except the times and the memory."""
-    # Samples are of the first rank's share.
+    """Assert that two runs logged the same values, except times and memory."""
+    # The hook samples shows samples of the first rank.
     measured = ("memory/", "throughput/", "profile/", "samples/val")
     for tag, steps in one.values.items():
         if not tag.startswith(measured):
@@ -208,11 +208,11 @@ def assert_equal_values(one, other, events, *, tolerance: float = 1e-9) -> None:
     assert second.Tags()["histograms"] == first.Tags()["histograms"]
     for tag in first.Tags()["histograms"]:
         if tag.endswith("key.bias"):
-            continue  # shifts every score of a query alike, so that its gradient is what rounding leaves
+            continue  # it adds the same number to all scores of a query, so its gradient is only rounding
         for left, right in zip(first.Histograms(tag), second.Histograms(tag), strict=True):
             old, new = left.histogram_value, right.histogram_value
             assert (left.step, old.num) == (right.step, new.num), tag
             assert (new.min, new.max) == pytest.approx((old.min, old.max), rel=1e-6), tag
-            # An entry at the edge of a bin may fall on its other side.
+            # Rounding may move an entry at the edge of a bin to the next bin.
             moved = sum(abs(a - b) for a, b in zip(old.bucket, new.bucket, strict=True))
             assert moved <= max(2, 0.004 * old.num), tag

@@ -1,4 +1,4 @@
-"""confusion and pr_curve: counts and curves of whole evaluations, as scikit-learn computes them."""
+"""Counts of the hook confusion and curves of pr_curve for whole evaluations equal those of scikit-learn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def alone(tensor):
 
 
 def evaluated(kind, *batches, **settings):
-    """Return the panels of a hook after an evaluation of (output, target) batches."""
+    """Run an evaluation of (output, target) batches, and return the panels of a hook."""
     hook = kind(**settings)
     hook.setup(torch.nn.Linear(1, 1))
     for output, target in batches:
@@ -36,7 +36,7 @@ def test_the_confusion_counts_equal_scikit_learns(shape):
     targets = torch.randint(0, 5, shape, generator=draw)
     ignored = torch.rand(shape, generator=draw) < 0.2
     given = targets.masked_fill(ignored, -100)
-    given.view(-1)[0] = 5  # is no class either
+    given.view(-1)[0] = 5  # 5 is not a class
     ignored.view(-1)[0] = True
     hook = Confusion(num_classes=5)
     hook.setup(torch.nn.Linear(1, 1))
@@ -45,7 +45,7 @@ def test_the_confusion_counts_equal_scikit_learns(shape):
     panel = hook.after_evaluation("val", alone)["confusion/val"]
     expected = confusion_matrix(targets[~ignored].numpy(), scores.argmax(-1)[~ignored].numpy(), labels=range(5))
     assert panel.counts.tolist() == expected.tolist()
-    # Each evaluation of each stage counts from 0.
+    # Each stage and each evaluation starts with zero counts.
     hook.evaluated("test", {"output": scores, "target": targets})
     assert hook.after_evaluation("test", alone)["confusion/test"].counts.sum() == targets.numel()
     assert Confusion(num_classes=5, stages=["test"]).after_evaluation("val", alone) is None
@@ -79,7 +79,7 @@ def test_a_tie_is_the_first_class():
 
 
 def corner(sheet: np.ndarray, classes: int) -> tuple[int, int, int]:
-    """Return top and left of the table, and the width of a cell: the sheet ends 12 pixels below the table."""
+    """Return top, left and cell width of the table in a sheet, which ends 12 pixels below the table."""
     cell = max(1, min(30, 900 // classes))
     top = sheet.shape[0] - 12 - cell * classes
     # Gray lines separate wide cells, and the sheet may be wider than the table.
@@ -97,12 +97,12 @@ def test_the_cells_show_shares_of_their_row(classes):
     assert sheet.dtype == np.uint8
     assert max(sheet.shape) < 1100
     top, left, cell = corner(sheet, classes)
-    # The second pixel from the upper left of a cell is neither number nor line.
+    # This pixel of a cell has the background color: it is not on a line or a number.
     inside = min(1, cell - 1)
     cells = sheet[top + inside : top + cell * classes : cell, left + inside : left + cell * classes : cell] / 255
     assert cells.shape == (*counts.shape, 3)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    # Hits are blue, without red; misses are red, without blue.
+    # Correct predictions are blue, without red. Wrong predictions are red, without blue.
     seen = np.where(np.eye(classes, dtype=bool), 1 - cells[..., 0], 1 - cells[..., 2]) ** 2
     assert np.abs(seen - np.where(shares > 0, np.maximum(shares, 0.04), 0)).max() < 0.01
 
@@ -130,7 +130,7 @@ def test_classes_are_called_by_their_names():
 
 
 def assert_curve(panel, probabilities: np.ndarray, positive: np.ndarray) -> None:
-    """Compare with scikit-learn's precision and recall of `probabilities >= threshold`, at every threshold."""
+    """Assert that a panel has scikit-learn's precision and recall of `probabilities >= threshold` at each threshold."""
     true_positives, false_positives, true_negatives, false_negatives = panel.counts.double().numpy()
     for place, limit in enumerate(np.linspace(0, 1, THRESHOLDS, dtype=np.float32)):
         chosen = probabilities >= limit

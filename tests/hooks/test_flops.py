@@ -1,4 +1,4 @@
-"""FLOPs counted on the meta device equal formulas and the count of the same operators on the CPU."""
+"""FLOPs counted on the meta device equal formulas, and equal the count of the same operators on the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def count(*overrides: str):
 
 
 def test_a_gpt_equals_the_formula_of_palm(text):
-    """Chowdhery et al. 2022, appendix B: 6 N + 12 L H Q T for each token, where H Q is the width."""
+    """The formula of Chowdhery et al. 2022, appendix B, is 6 N + 12 L H Q T per token, where H Q is the width."""
     run = [*text, "model.constants.width=96", "data.batch_size=3"]
     settings, spec, _ = parts_of(*run)
     network = build_network(settings, spec)
@@ -65,7 +65,7 @@ def test_a_lenet_equals_a_count_by_hand():
     linears = 2 * (64 * 120 + 120 * 84 + 84 * 10)
     found = count("model=lenet")
     assert found.forward == convolutions + linears
-    # Twice as much, except for the gradient with respect to the pictures.
+    # The backward has twice the FLOPs of the forward, minus those of the gradient with respect to the pictures.
     assert found.backward == 2 * (convolutions + linears) - 2 * 8 * 8 * 6 * 25
 
 
@@ -76,7 +76,7 @@ def test_the_count_equals_one_with_numbers(model):
     settings, spec, batch = parts_of(f"model={model}", "data.batch_size=16")
     network = build_network(settings, spec)
     with warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
-        # torch warns of a missing device when oneDNN's recurrent layers are turned off.
+        # torch warns about a missing device when oneDNN's recurrent layers are switched off.
         warnings.simplefilter("ignore")
         with torch.backends.mkldnn.flags(enabled=False):
             functional.cross_entropy(network(batch[0]), batch[1]).backward()
@@ -102,7 +102,7 @@ def test_products_with_vectors_count():
 def test_extra_passes_of_terms_count():
     plain = count("objective=[cross_entropy]")
     assert count("+objective=consistency").forward == 2 * plain.forward
-    # The Jacobian's penalty: gradients with respect to the inputs, and the gradients of those.
+    # The penalty on the Jacobian adds gradients with respect to the inputs, and the gradients of these gradients.
     assert count("+objective=jacobian").total > plain.total + plain.backward
 
 
@@ -116,14 +116,14 @@ def test_a_phase_counts_for_each_repeat():
 
 
 def test_counting_draws_no_random_numbers():
-    counted_later = counting("model=lenet")  # the first network of a process draws
+    counted_later = counting("model=lenet")  # building the first network of a process draws random numbers
     before = torch.get_rng_state()
     counted_later()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 class Stubborn(torch.autograd.Function):
-    """Runs on the meta device in the forward only."""
+    """Function that fails in its backward on the meta device."""
 
     @staticmethod
     def forward(ctx, value):
@@ -154,7 +154,7 @@ def test_an_uncountable_backward_is_twice_the_forward():
     assert found.by_operator == {"addmm": 3 * 2 * 6 * 4}
 
 
-# In teraflops; None: a variant that is not taken for another card, or a precision that the card does not have.
+# Peak in teraflops; None for an unlisted variant of a card, or for a precision that the card does not support.
 PEAKS = {
     ("NVIDIA H200", "bf16"): 989.5,
     ("NVIDIA H100 80GB HBM3", "fp16_true"): 989.5,

@@ -1,4 +1,4 @@
-"""gradients, retain_gradients and per_sample_gradients in runs, against one loop by hand in float64."""
+"""The hooks gradients, retain_gradients and per_sample_gradients equal a loop by hand in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_hand(network: nn.Module, batches: Any, micro: int) -> tuple[list[dict[str
     outputs: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str, output: torch.Tensor) -> None:
-        if isinstance(output, torch.Tensor) and output.requires_grad:  # flatten has only the data before it
+        if isinstance(output, torch.Tensor) and output.requires_grad:  # the output of flatten needs no gradient
             output.retain_grad()
             outputs.setdefault(name, []).append(output)
 
@@ -64,7 +64,7 @@ def by_hand(network: nn.Module, batches: Any, micro: int) -> tuple[list[dict[str
 
 
 def noise(rows: list[torch.Tensor], whole: float) -> dict[str, float]:
-    """Return the figures of McCandlish et al. (2018) of one step. whole: the squared norm of the mean gradient."""
+    """Return the figures of McCandlish et al. (2018) for one step; `whole` is the squared norm of the mean gradient."""
     norms = [row.norm().item() for row in rows]
     count = len(rows)
     small = sum(norm**2 for norm in norms) / count
@@ -83,7 +83,7 @@ def assert_values(found: dict[str, dict[int, float]], expected: list[dict[str, f
     compared = [tag for tag in found if tag.startswith(("gradients/norm/", "gradients/output_norm/", "per_sample"))]
     assert compared
     for tag in compared:
-        # The noise scale of a later step is a running mean.
+        # The noise scale is a running mean over steps, so only its first value is compared.
         for step in found[tag] if tag.startswith("gradients/") else [1]:
             value = expected[step - 1][tag]
             assert found[tag][step] == pytest.approx(value, rel=tolerance, nan_ok=True), (tag, step)
@@ -101,7 +101,7 @@ def test_figures_under_a_loss_scale_are_true(fit, reference) -> None:
     assert_values(values, expected, 1e-2)
 
 
-# Two ranks hold 7 and 6 of the 13 samples of a batch.
+# Two ranks have 7 and 6 of the 13 samples of a batch.
 TWO = ["launch.devices=2", "launch.accelerator=cpu"]
 KINDS: dict[str, tuple[list[str], list[str], int, float]] = {
     "ddp, fp16": (["strategy=ddp", *TWO, *FP16, "optimizer.fused=true"], HOOKS, 2, 1e-2),
@@ -139,7 +139,7 @@ def test_figures_of_samples_are_unbiased() -> None:
     sums = dict.fromkeys(("squared_norm", "covariance_trace"), 0.0)
     estimate = NoiseScale(smoothing=0.0)
     for _ in range(steps):
-        # Two micro-batches of 6 and of 2 samples, each with half of the weight.
+        # Two micro-batches of 6 and 2 samples have the same weight.
         parts = [true + 0.2 * torch.randn(n, size, dtype=torch.float64, generator=generator) for n in (6, 2)]
         whole = torch.stack([part.mean(0) for part in parts]).mean(0)
         found = estimate.of(squares=torch.cat(parts).square().sum(1), whole=whole.square().sum(), sizes=[6, 2])
@@ -178,7 +178,7 @@ def test_only_the_last_backward_of_a_repeat_counts(step) -> None:
         with hook.engaged():
             hidden = net["used"](torch.full((4, 3), repeat + 1.0, dtype=torch.float64))
             output = net["last"](hidden)
-            torch.autograd.grad(output.sum(), hidden, retain_graph=True)  # as a term of the objective does
+            torch.autograd.grad(output.sum(), hidden, retain_graph=True)  # as in a term of the objective
         hook.passed("forward", now)
         hidden.retain_grad()
         output.square().sum().backward()

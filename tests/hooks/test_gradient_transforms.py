@@ -1,4 +1,4 @@
-"""clip_module, scale_gradient and gradient_reversal against gradients by hand, in runs and under torch.compile."""
+"""clip_module, scale_gradient and gradient_reversal equal gradients by hand, in runs and under torch.compile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.numeric
 
 # --- clip_module ---
 
-# The gradients of the hidden layer's output are about 0.03 in all, and 0.001 each.
+# The gradient of the hidden layer's output has a norm of about 0.03 and entries of about 0.001.
 LIMITS = {"norm": 0.004, "value": 0.0001}
 STEPS = 3
 CLIP = [
@@ -77,7 +77,7 @@ def assert_clipped(trained: Any, reference: Any, algorithm: str, overrides: list
     tolerance = 5e-3 if "precision=fp16" in overrides else 1e-4
     for name, tensor in expected.items():
         if name.startswith("hidden."):
-            # The error is small compared with what the clipping changes.
+            # The error is small compared with the effect of the clipping.
             assert (found[f"network.{name}"].double() - tensor).norm() < 0.05 * (apart[name] - tensor).norm()
         torch.testing.assert_close(found[f"network.{name}"].double(), tensor, rtol=tolerance, atol=tolerance)
 
@@ -229,7 +229,7 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# torch's compiler makes an instance of each Function that it traces (torch 2.13).
+# The compiler of torch 2.13 makes an instance of each Function that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_network_with_transforms_compiles_once(compiler: None, step) -> None:
     net = network()

@@ -1,4 +1,4 @@
-"""The hook gradients: norms, histograms, shares and update ratios against counts by hand, and which runs have which."""
+"""The hook gradients: norms, histograms, shares and update ratios equal those by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def attached(net: nn.Module, **options) -> Gradients:
 
 
 def norms_of(net: nn.Module, step, **options) -> dict[str, float]:
-    """Return the norms that the hook logs, by parameter."""
+    """Return the norms that the hook logs by parameter."""
     hook = attached(net, histogram_every_n_steps=None, update_ratio_every_n_steps=None, **options)
     values = hook.after_backward(step(net)) or {}
     hook.detach()
@@ -93,7 +93,7 @@ def test_patterns_select_parameters_below_the_modules(step):
 
 
 def test_norms_are_float32_and_pass_on_nan():
-    """Relies on torch's private foreach norm, see hooks/norms.py; seen in torch 2.13."""
+    """hooks/norms.py uses the private foreach norm of torch 2.13."""
     tensors = [torch.randn(3, 5), torch.randn(7), torch.zeros(2)]
     for ours, tensor in zip(norms(tensors), tensors, strict=True):
         torch.testing.assert_close(ours, torch.linalg.vector_norm(tensor))
@@ -139,7 +139,7 @@ def test_the_update_ratio_is_change_over_weights_before(step):
     values = hook.after_step(step(net))
     moved = [name for name in before if name != "0.bias"]
     changes = {name: net.get_parameter(name).detach().double() - before[name] for name in moved}
-    # A parameter that was all zeros and moved has a ratio of 1.
+    # A parameter that changed from all zeros has a ratio of 1.
     expected = {name: (changes[name].norm() / before[name].norm()).item() for name in moved} | {"1.bias": 1.0}
     whole = nn.utils.get_total_norm(changes.values()) / nn.utils.get_total_norm([before[name] for name in moved])
     column = values.pop("gradients/update_ratio")
@@ -189,10 +189,10 @@ def test_each_phase_has_its_own_tags(fit):
     values = fit(*SMALL, EACH, CLIPPED, "phases=[body_and_head]", "trainer.max_steps=2").values
     tags = {tag for tag in values if tag.startswith("gradients/")}
     assert {"gradients/norm/total/body", "gradients/norm/total/head", "gradients/norm/head.weight/head"} <= tags
-    # The phase body clips and head does not.
+    # Only the phase body clips.
     assert {tag for tag in tags if "norm_clipped" in tag} == {"gradients/norm_clipped/total/body"}
     assert "gradients/norm/head.weight/body" not in tags
-    # Both phases move parameters in the same step, so that the ratio has no phase.
+    # Both phases update parameters in the same step, so the tag of the ratio has no phase.
     assert {"gradients/update_ratio/head.weight", "gradients/update_ratio/hidden.weight"} <= tags
 
 
@@ -231,5 +231,5 @@ def test_a_compiled_network_logs_the_same_values(fit):
         assert found[tag] == pytest.approx(plain[tag], rel=1e-4, abs=1e-9), tag
     for part in ("parameters", "gradients", "optimizer"):
         assert found[f"memory/{part}_mib"] == plain[f"memory/{part}_mib"]
-    # A compiled backward may need other tensors than the layers keep.
+    # A compiled network keeps other tensors for its backward.
     assert 0 < found["memory/activations_mib"][1] < 2 * plain["memory/activations_mib"][1]

@@ -1,4 +1,4 @@
-"""A user's own hook: what is called, under which names, and which mistakes are reported."""
+"""Hooks of users: calls, names, and errors for mistakes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALLOW = "security.allow=[own_hooks]"
 
 @pytest.fixture
 def own(monkeypatch) -> None:
-    """Makes own_hooks.py importable."""
+    """Make own_hooks.py importable."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def hook_of(*kinds: str) -> list[str]:
-    """Return overrides that add a hook of each class, under the name of the class in lower case."""
+    """Return overrides that add a hook per class, with the class name in lower case as its name."""
     return [ALLOW, *(f"+hooks.{kind.partition(',')[0].lower()}={{_target_: own_hooks.{kind}}}" for kind in kinds)]
 
 
@@ -34,7 +34,7 @@ def hook_of(*kinds: str) -> list[str]:
 PROBED = ["model=lenet", "optimizer=sgd", "data.batch_size=32", "trainer.max_steps=4", "hooks=[]"]
 PROBED += ["trainer.limit_val_batches=0", "test=false", "metrics=[]", "monitor=loss/train"]
 PROBED += hook_of("Probe, every_n_steps: 2, modules: [conv2, Linear]")
-# Overrides, ranks, and the tolerance against a plain run.
+# Overrides, ranks, and tolerance of the comparison with a plain run.
 SETTINGS = {
     "fp16": (["precision=fp16"], 1, 2e-2),
     "compile": (["runtime.compile=true", "runtime.compile_backend=aot_eager"], 1, 1e-5),
@@ -172,7 +172,7 @@ def test_an_observer_must_not_return_a_value():
 
 
 class Gradients(Hook):
-    """Records everything in the backward."""
+    """Hook that records all gradients in the backward."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""The hook memory: its four parts against counts by hand and against what stays alive, and the peaks of each phase."""
+"""The hook memory: its four parts equal counts by hand and the tensors that stay alive; peaks of each phase."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def test_the_four_parts_equal_a_count_by_hand(measure):
     parameters = 4 * (64 * 128 + 128 + 128 * 10 + 10)
     assert values["parameters_mib"] == parameters
     assert values["gradients_mib"] == parameters
-    assert values["optimizer_mib"] == 2 * parameters + 4 * 4  # two moments, and the step of each of 4 parameters
-    # The input, the ReLU's output (saved by it and by the next layer: one storage), and what square() keeps.
+    assert (
+        values["optimizer_mib"] == 2 * parameters + 4 * 4
+    )  # two moments, and the step counter of each of 4 parameters
+    # Input, output of the ReLU (the ReLU and the next layer save the same storage), and the input of square().
     assert values["activations_mib"] == 4 * 64 * (64 + 128 + 10)
     assert measure(net, plain_sgd(net), torch.randn(64, 64))["optimizer_mib"] == 0
 
@@ -85,7 +87,7 @@ def test_frozen_parameters_have_no_gradients_and_state(measure):
 def test_buffers_are_no_activations(measure):
     net = nn.BatchNorm1d(16)
     values = measure(net, plain_sgd(net), torch.randn(8, 16, requires_grad=True))
-    # The input, the output for square(), and mean and deviation of the batch.
+    # Input, output (kept by square()), and mean and deviation of the batch.
     assert values["activations_mib"] == 4 * (2 * 8 * 16 + 2 * 16)
 
 
@@ -128,7 +130,7 @@ def test_measuring_does_not_keep_the_graph(step):
 
 
 class Made(TorchDispatchMode):
-    """Records the storages that operators make, by address, without keeping them alive."""
+    """Dispatch mode that records the storages that operators create by address, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,10 +146,10 @@ class Made(TorchDispatchMode):
 
 
 def bytes_kept(network: nn.Module, objective: nn.Module, batch) -> int:
-    """Return what the graph of one forward and its objective keeps alive, without the loss itself."""
+    """Return the bytes that the graph of a forward and the objective keeps alive, without the loss."""
     own = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
     with Made() as made:
-        # Copies, so that the batch counts if the graph keeps it.
+        # Copies are new storages, so that the batch counts if the graph keeps it.
         values = {"input": batch.data[0].clone(), "target": batch.data[1].clone()}
         values["output"] = network(values["input"])
         loss, _ = objective(values, batch)
@@ -170,7 +172,7 @@ def test_the_four_parts_of_a_run(fit, text, model: str) -> None:
     network = build_network(settings, data.spec)
     sizes = [parameter.numel() * 4 for parameter in network.parameters()]
     assert found["memory/parameters_mib"] == found["memory/gradients_mib"] == sum(sizes)
-    # Two moments, and the count of steps of each parameter.
+    # Two moments, and the step counter of each parameter.
     assert found["memory/optimizer_mib"] == 2 * sum(sizes) + 4 * len(sizes)
     kept = bytes_kept(network, build_objective(settings), next(iter(data.loader("train"))))
     assert found["memory/activations_mib"] == pytest.approx(kept, rel=0.02)

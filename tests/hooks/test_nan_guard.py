@@ -1,4 +1,4 @@
-"""nan_guard: the run ends before the bad step, and the module is named."""
+"""nan_guard ends the run before the bad step, and its error has the module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEEP = "+callbacks.keeper={_target_: fragile.Keeper}"
 
 
 class Run:
-    """A run that may have failed."""
+    """Run that may have failed."""
 
     def __init__(self, directory: Path, error: RunError | None) -> None:
         self.directory, self.error = directory, error
@@ -87,7 +87,7 @@ def test_the_run_ends_before_the_bad_step(run, where: str) -> None:
     report = json.loads((bad.directory / "report.json").read_text())
     assert report["status"] == "failed"
     assert "`fragile` (Fragile)" in report["error"]["message"]
-    # Parameters and optimizer are those from before the step.
+    # The bad step has not changed parameters and optimizer.
     before = run(at, "trainer.max_steps=3", "hooks=[]")
     weights = before.weights()
     kept = bad.load("kept.pt")
@@ -105,7 +105,7 @@ def test_the_bad_micro_batch_is_named(run) -> None:
 
 
 def test_the_phase_and_its_repeat_are_named(run) -> None:
-    # Forwards are head, head, body in each step, so that the fifth is the second repeat of head in the second step.
+    # Each step has the forwards head, head, body. So the fifth forward is the second one of head in step 2.
     phases = ["phases=[body_and_head]", "phases.head.repeats=2", "phases.body.every_n_steps=1"]
     bad = run(*phases, "phases.body.parameters=[hidden.*,norm.*]", "model.layers.fragile.at=5")
     assert "step 2: the loss is nan in phase head; the run ends" in str(bad.error)
@@ -115,7 +115,7 @@ def test_skipped_steps_are_no_error_until_scale_vanishes(run) -> None:
     assert run("precision=fp16", BACKWARD, "trainer.max_steps=6").error is None
     lost = run("precision=fp16")
     assert "step 4: the loss is nan" in str(lost.error)
-    # The gradients of each step are infinite: the scale is 2, 1 and then 0.5, which is below 1.
+    # Each step has infinite gradients: the scale falls from 2 to 1 and to 0.5, which is too small.
     falling = ["precision.scaler.init_scale=2", "+precision.keep={fragile: fp32}", "model.layers.fragile.at=99"]
     broken = run("precision=fp16", *falling, "+hooks.broken={_target_: fragile.Broken}")
     assert "step 3: a gradient is not finite" in str(broken.error)
@@ -131,7 +131,7 @@ def test_the_module_is_named_in_other_runs(run, more: list[str]) -> None:
 
 
 def test_the_bad_rank_is_named_by_all_ranks(ranks, tmp_path) -> None:
-    # The sum of one sample overflows in the first layer, on the rank that gets the sample.
+    # One sample overflows in the first layer, only on the rank that has this sample.
     inputs = torch.rand(64, 6, generator=torch.Generator().manual_seed(0))
     inputs[[7, 20, 40]] = 3e38
     torch.save({"input": inputs, "target": torch.arange(64) % 2}, tmp_path / "samples.pt")
@@ -154,7 +154,7 @@ class Log(nn.Module):
 
 
 class Masked(nn.Module):
-    """Masked scores, as in attention, and a logarithm that is left out if it is infinite."""
+    """Network with intended infinities: masked scores, as in attention, and an infinite logarithm that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("network", "x", "name", "operator"),
     [
-        # The loss is finite. The logarithm of 0 is left out in the forward and infinite in the backward.
+        # The loss is finite. The logarithm of 0 is not used in the forward, and its gradient is infinite.
         (Masked(), [[1.0, -2.0, -3.0]], "`log` (Log)", "LogBackward0"),
         # The square root is in the forward of the network itself.
         (Residual(), [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], "the network itself (Residual)", "SqrtBackward0"),

@@ -1,4 +1,4 @@
-"""operators and dtypes: the operators of a step, compared with those of a loop by hand."""
+"""The hooks operators and dtypes: the operators of a step equal those of a loop by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = "model.layers.hidden.out_features=16"
 
 
 def rows(path: Path) -> list[tuple[str, list[str]]]:
-    """Return the direction and the cells of each line of a Markdown file with operators."""
+    """Return the direction and the cells of each line in a Markdown file of operators."""
     found, direction = [], ""
     for line in path.read_text().splitlines():
         if line.startswith("## "):
@@ -60,7 +60,7 @@ def test_the_counts_equal_a_loop_by_hand(fit, build_model, word: str) -> None:
                 loss = nn.functional.cross_entropy(output.float(), targets)
         with backward:
             (loss / 2).backward()
-    # The objective detaches its parts for the record, and Lightning divides by the number of micro-batches.
+    # These operators are not compared: the objective detaches losses to log them, and Lightning divides by the
     aside = {"detach", "div.Tensor", "add_.Tensor", "ones_like"}
     for direction, by_hand in (("forward", forward.counts), ("backward", backward.counts)):
         expected = {name: count for name, count in by_hand.items() if name not in aside}
@@ -120,7 +120,7 @@ def test_the_dtypes_of_a_precision(fit, events, more: list[str], hidden: str, he
 
 
 def test_a_layer_without_kernel_is_shown_as_kept(step) -> None:
-    """An LSTM under fp16 on a CPU is such a layer: the precision keeps it, not the config."""
+    """The precision, not the config, keeps such a layer in float32, for example an LSTM under fp16 on a CPU."""
     hook, network = Dtypes(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     hook.attach(network)
     with hook.engaged(), torch.no_grad():

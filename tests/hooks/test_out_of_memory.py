@@ -1,4 +1,4 @@
-"""A run that is out of memory: its error, the file that it leaves, and the advice."""
+"""A run that is out of memory: error, written file, and advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exp.hooks.saved_tensors import failing_module
 from exp.run_report import read_report
 
 MIB = 2**20
-# Shapes are inferred without a graph, and there the layer does nothing.
+# The layer does nothing without gradients, because exp infers shapes without them.
 GREEDY = """
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
     found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
     assert (found["step"], found["rank"], found["device"], found["measured_at_step"]) == (1, 0, "cpu", 1)
     assert (found["module"], found["requested_bytes"]) == ("activation2", 2**50)
-    # 64-256-128-10 with GELU, which keeps its input. Nothing after the third layer was computed.
+    # The network is 64-256-128-10 with GELU, which keeps its input. It fails at its second activation.
     weights = {"hidden": 4 * 256 * 65, "hidden2": 4 * 128 * 257, "head": 4 * 10 * 129}
     parameters = {name: row["parameters"] for name, row in found["modules"].items() if row["parameters"]}
     assert parameters == weights
@@ -98,12 +98,12 @@ def test_a_later_step_reports_the_last_measured_one():
     assert main([*RUN, HERE, "hooks=[memory]", "hooks.memory.every_n_steps=50", layer(3)]) == 1
     found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
     assert (found["step"], found["measured_at_step"]) == (3, 1)
-    # A whole forward, with the scores and classes of the objective.
+    # The measured step has a whole forward, with scores and classes in the objective.
     assert found["modules"]["activation2"]["activations"] == 4 * 32 * 128
     assert found["modules"]["(objective)"]["activations"] >= 4 * 32 * 10
     parameters = found["parts"]["parameters"]
     assert found["parts"]["optimizer"] == 2 * parameters + 4 * 6
-    # Two moments; the counts of steps may be one storage.
+    # Two moments. The step counters of all parameters may be one storage.
     assert found["modules"]["hidden2"]["optimizer"] >= 2 * found["modules"]["hidden2"]["parameters"]
 
 

@@ -1,4 +1,4 @@
-"""samples and features: the pictures that they draw, read back as pixels."""
+"""Pixels of the pictures that the hooks samples and features draw."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_samples_are_shown_before_their_normalization():
     assert (pictures(normalised, mean=mean, std=std).float() - original * 255).abs().max() <= 0.51
     coloured = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     assert torch.equal(pictures(coloured, mean=mean, std=std), coloured), "bytes are pixels"
-    # Without a mean, each picture is stretched from black to white.
+    # Without a mean, each picture is scaled to range from black to white.
     assert pictures(torch.tensor([[[-3.0, 0.0], [1.0, 5.0]]]), mean=None, std=None).tolist() == [
         [[[0, 96], [128, 255]]]
     ]
 
 
 def frames(panel) -> list[tuple[int, int, int]]:
-    """Return the frame colors along a row through the first row of pictures."""
+    """Return the colors of the frames in the first row of pictures."""
     white = (255, 255, 255)
     line = [tuple(pixel) for pixel in panel.draw().pixels[0].permute(1, 2, 0)[40].tolist()]
     found = [pixel for before, pixel in zip([white, *line], line, strict=False) if before == white]
@@ -55,7 +55,7 @@ def frames(panel) -> list[tuple[int, int, int]]:
 
 
 def test_samples_are_a_random_choice_of_the_whole_evaluation():
-    targets = torch.arange(200) // 100  # in the order of the classes
+    targets = torch.arange(200) // 100  # sorted by class
     inputs, scores = torch.arange(200.0).expand(8, 8, -1).permute(2, 0, 1) / 200, torch.eye(2)[torch.zeros(200).long()]
     hook, seen = Samples(count=4, mean=[0.0], std=[1.0]), []
     hook.attach(nn.Linear(1, 1), class_names={"target": ["disc", "bar"]})
@@ -80,7 +80,7 @@ def test_samples_are_a_random_choice_of_the_whole_evaluation():
     [
         (torch.tensor([[0.25], [3.0]]), torch.tensor([[0.5], [2.0]]), [[0.25], [3.0]]),  # a regression
         (torch.tensor([0.7, -0.1]), torch.tensor([1, 1]), [[1], [0]]),  # one output for two classes
-        (torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8), None),  # pictures to predict
+        (torch.rand(2, 1, 8, 8), torch.rand(2, 1, 8, 8), None),  # targets that are pictures
         ({"output": torch.rand(2, 5)}, None, None),  # no target, and a nested output
     ],
 )

@@ -39,7 +39,7 @@ def trace_of(directory: Path, rank: int = 0) -> dict:
 
 
 def ranges(trace: dict) -> list[str]:
-    """Return the names of the ranges of a trace, by their beginnings."""
+    """Return the names of the ranges of a trace in the order of their start."""
     found = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     names = [event["name"] for event in sorted(found, key=lambda event: event["ts"])]
     return [name for name in names if not name.startswith("Optimizer.zero_grad")]
@@ -61,7 +61,7 @@ def test_files_and_panels_hold_what_the_trace_holds(fit, events):
     trace = trace_of(run)
     micro = STEP[:2]
     assert ranges(trace) == [name for step in (4, 5) for name in (f"step {step}", *micro, *micro, STEP[-1])]
-    assert operators(trace)["aten::addmm"] == 2 * 2 * 3  # a product for each layer
+    assert operators(trace)["aten::addmm"] == 2 * 2 * 3  # one product per layer
     assert any(event.get("name") == "[memory]" for event in trace["traceEvents"])
     text = (directory / "operators.rank0.md").read_text()
     rows = {line.split()[0]: line.split()[-1] for line in text.splitlines() if line.startswith(" ") and line.split()}
@@ -103,7 +103,7 @@ def test_a_window_cut_by_the_end_is_written(fit, caplog):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_window_after_the_end_is_a_warning(fit, caplog, steps):
-    """The run ends before or during the warm-up."""
+    """The run ends before or during the warm-up of the profiler."""
     with caplog.at_level(logging.WARNING, logger="exp.extras.debugging.profile"):
         directory = fit(*window(4, 1), "trainer.max_epochs=1", f"trainer.limit_train_batches={steps}").directory
     (warning,) = warnings_of(caplog)
@@ -126,7 +126,7 @@ def test_a_window_cut_by_an_error_is_written(fit, in_tmp, caplog, error):
 
 @pytest.mark.slow
 def test_a_cut_window_leaves_shards_intact(ranks):
-    """A profiler refers to the tensors that it saw, and fsdp removes its parameters at the end."""
+    """A profiler keeps references to tensors, and fsdp frees its parameters at the end of the run."""
     limits = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "hooks.profile.ranks=[1]"]
     directory = ranks.train("strategy=fsdp", *window(2, 9, 0), *limits, ranks=2).directory
     assert {path.name.split(".")[1] for path in (directory / "profile").iterdir()} == {"rank1"}

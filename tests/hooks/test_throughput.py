@@ -1,4 +1,4 @@
-"""The hook throughput: the time between steps without pauses, its parts, and the share of the peak FLOPs."""
+"""The hook throughput: time of a step without pauses, parts of this time, and share of the peak FLOPs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PARTS_MS = [f"throughput/{part}_ms" for part in PARTS]
 
 @pytest.fixture
 def loop(monkeypatch, step):
-    """A function that makes a loop with a clock that the test sets."""
+    """A function that returns a Loop with a clock that the test sets."""
     monkeypatch.setattr(time, "perf_counter", lambda: Loop.now)
     return lambda data=None, **settings: Loop(Throughput(**settings), step, data=data)
 
 
 class Loop:
-    """Steps as the engine makes them: the hook is called when it is due."""
+    """Training loop without training, which calls the hook as the engine does."""
 
     now = 100.0
 
@@ -76,7 +76,7 @@ def test_values_are_means_since_the_last_ones(loop):
         found.step(size=size, forward=0.013)
     assert list(found.logged) == [4, 8]
     first, second = found.logged.values()
-    assert first["throughput/step_ms"] == pytest.approx(10)  # steps 2 to 4: the first has no beginning
+    assert first["throughput/step_ms"] == pytest.approx(10)  # steps 2 to 4, because the start of step 1 is unknown
     assert first["throughput/samples_per_second"] == pytest.approx((64 + 64 + 32) / 0.030)
     assert second["throughput/step_ms"] == pytest.approx(20)
     assert second["throughput/samples_per_second"] == pytest.approx((64 + 64 + 64 + 16) / 0.080)
@@ -90,7 +90,7 @@ def test_pauses_and_their_steps_do_not_count(loop):
     between.steps(3)
     inside = loop(every_n_steps=4).steps(3)
     assert inside.hook.due(4)
-    inside.pause(30)  # a checkpoint is written after the batch has come
+    inside.pause(30)  # as for a checkpoint that is written after the batch is loaded
     inside.step(size=1)
     for values in (between.logged[6], inside.logged[4]):
         assert values["throughput/step_ms"] == pytest.approx(10)
@@ -115,7 +115,7 @@ def test_the_hook_runs_at_three_of_fifty_steps(loop):
 def test_the_split_step_is_before_the_due_one(loop):
     found = loop(every_n_steps=4, each_part=True).steps(2)
     found.step(wait=0.006, forward=0.005, backward=0.007, optimizer=0.001)
-    found.step(wait=1, forward=1, backward=1, optimizer=1)  # other hooks are due at every fourth step
+    found.step(wait=1, forward=1, backward=1, optimizer=1)  # other hooks need time at every fourth step
     assert [found.logged[4][tag] for tag in PARTS_MS] == pytest.approx([6, 5, 7, 1, 0])
 
 
@@ -123,7 +123,7 @@ def test_the_split_step_is_before_the_due_one(loop):
     ("forward", "parts", "times"),
     [
         (0.005, list(PARTS), [18, 15, 21, 1, 30]),
-        # The schedule of a pipeline alternates between them, and marks no forward.
+        # A pipeline alternates forward and backward, so they have one common time.
         (None, ["data", TOGETHER, "optimizer", "rest"], [18, 21, 1, 30]),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_run_logs_mfu_and_tokens(fit, text, reference):
 def test_on_cuda_parts_are_times_of_the_device():
     device = torch.device("cuda")
     matrix = torch.ones(4096, 4096, device=device)
-    matrix = matrix @ matrix / 4096  # the first product loads cuBLAS
+    matrix = matrix @ matrix / 4096  # loads cuBLAS before the measurement
     torch.cuda.synchronize()
     split = StepTimer(device, time.perf_counter(), waited=0.0)
     for name, products in (("batch", 0), ("forward", 2), ("backward", 4), ("optimizer", 1)):

@@ -1,4 +1,4 @@
-"""Layers and terms that use torch.func: hooks change nothing, and ignore tensors within a transform."""
+"""Hooks do not change layers and terms that use torch.func, and ignore tensors within a transform."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tensors_saved_within_a_transform_do_not_count() -> None:
         torch.func.jacrev(torch.func.grad(lambda one: one.sin().sum()))(x[0])
         loss = head(inner).exp().sum()
     assert torch.autograd.graph.disable_saved_tensors_hooks is disabling
-    # The head keeps its input, and exp its result.
+    # The head keeps its input, and exp() keeps its result.
     assert reports[0].by_module[head] == inner.nbytes
     assert reports[0].by_module[None] >= 5 * 3 * 8
     assert reports[0].size < MIB

@@ -1,4 +1,4 @@
-"""Wrong options and combinations of hooks are errors before the run, and each strategy refuses the same hooks."""
+"""Wrong options and combinations of hooks are errors before the run, and strategies of a kind refuse the same hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_wrong_hooks_are_errors_before_the_run(refused, monkeypatch, case: str) 
 
 TRANSFORMS = ("clip_module", "gradient_reversal", "scale_gradient")
 HOOKS = sorted(path.stem for path in (OWN_CONF / "hooks").glob("*.yaml"))
-# Strategies, other classes of the same kind, and hooks that each refuses.
+# Strategy: overrides of other classes of the same kind, and the hooks that all of them refuse.
 STRATEGIES: dict[str, tuple[list[str], set[str]]] = {
     "single": (["exp.strategies.single.Single", "lightning.pytorch.strategies.SingleDeviceStrategy"], set()),
     "ddp": (["exp.strategies.ddp.DDP"], set()),
@@ -53,7 +53,7 @@ class Own({name}):
 
 
 def refused_hooks(*overrides: str) -> set[tuple[str, str]]:
-    """Return the hooks that the errors of a command name, with the reason but without the strategy's name."""
+    """Return (hook, reason) of each error of a command, with the name of the strategy removed from the reason."""
     chosen = [f"hooks=[{','.join(HOOKS)}]", *(f"hooks.{name}.modules=[hidden]" for name in TRANSFORMS)]
     try:
         exp.validate(exp.compose(["launch.accelerator=cpu", "model=lenet", *chosen, *overrides]))
@@ -95,5 +95,5 @@ def test_the_table_has_declared_needs_and_traits() -> None:
     switches = {"compile", "phases", "accumulation", "float8", "half", "ranks", "frozen_statistics"}
     assert EXCLUDED.keys() <= NEEDS.keys()
     assert {trait for excluded in EXCLUDED.values() for trait in excluded} <= {*TRAITS, *switches, "module"}
-    # A hook may declare a need that no trait excludes today.
+    # A need of hooks may exist that no trait excludes.
     assert NEEDS.keys() - EXCLUDED.keys() <= {"one_step_a_call"} | (NEEDS.keys() - HOOK_NEEDS.keys())

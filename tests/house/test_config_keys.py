@@ -1,4 +1,4 @@
-"""The config keys are a public contract: a change belongs in the changelog."""
+"""The config keys are a public contract. A change of the snapshot needs an entry in the changelog."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_config_keys_match_the_snapshot(tmp_path, monkeypatch):
 def test_every_key_can_be_set_without_a_plus(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torchs_own = ["optimizer.weight_decay", "optimizer.betas", "metrics.accuracy.top_k", "trainer.min_epochs"]
-    # Some keys are set by another word: trainer.profiler is debug=profiler.
+    # Some keys are set by another option, such as trainer.profiler by debug=profiler.
     dotted = [key for key in SNAPSHOT.read_text().split() if "." in key and fix_of_key(key, "12") is None]
     config = exp.compose([f"{key}=12" for key in [*dotted, *torchs_own]])
     assert [key for key in [*dotted, *torchs_own] if OmegaConf.select(config, key) != 12] == []

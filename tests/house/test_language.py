@@ -1,4 +1,4 @@
-"""The language rules of DESIGN.md, as far as a test can check them."""
+"""Language rules of DESIGN.md that a test can check."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ SOURCES = sorted(path for path in ROOT.rglob("*.py") if "conf" not in path.relat
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# First words that make a docstring a fragment or a riddle.
+# First words that make a docstring a fragment.
 OPENER = re.compile(
     r"(What|Whether|Of|As|Those|That of|The same|None|Nothing|Where|How|One|Such|Whose|Who|Whoever|Both|Each|Else|Also|"
     r"By|To|With|Without|In|From|For|Behind|Beside|There)\b"
@@ -26,7 +26,7 @@ ARCHAISM = re.compile(
     r"lie in|stands? in|as it is|as they are)\b",
     re.I,
 )
-# Phrases with one of these words that are plain English.
+# Technical terms that contain one of these words.
 PLAIN = re.compile(r"segmentation faults?|page faults?", re.I)
 
 IRREGULAR_PARTICIPLES = frozenset({
@@ -46,7 +46,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def prose(path: Path) -> Iterator[str]:
-    """Yield the texts of a module that people read: docstrings, messages and comments."""
+    """Yield docstrings, messages and comments of a module."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.value

@@ -1,4 +1,4 @@
-"""The metadata and the license that a package index reads, without building a distribution."""
+"""Metadata and license of the package, tested without building a distribution."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import exp
 
 ROOT = Path(exp.__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The words of the license, joined by single spaces.
+# Checksum of the license's words, joined by single spaces.
 SHA256 = "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"
-# Distributions with another name than the module.
+# Names of distributions that differ from the module's name.
 DISTRIBUTIONS = {
     "PIL": "pillow", "google": "protobuf", "hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "pyyaml",
 }  # fmt: skip

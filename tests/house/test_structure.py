@@ -1,4 +1,4 @@
-"""Rules of DESIGN.md, each checked by one short test of the source text."""
+"""Structural rules of DESIGN.md, checked in the source text."""
 
 import ast
 import collections
@@ -36,7 +36,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def room(path: Path) -> str:
-    """Return the first part of a module's name, or the path of a `__main__`, which is a command."""
+    """Return the room of a module, which is the first part of its name; for a `__main__`, return the path."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts) if path.name == "__main__.py" else parts[0].removesuffix(".py")
 
@@ -46,7 +46,7 @@ def rank(name: str) -> int:
 
 
 def imports(path: Path, *, anywhere: bool = True) -> list[str]:
-    """Return the names that a module imports. anywhere: inside functions, too."""
+    """Return the names that a module imports, also inside functions if `anywhere`."""
     nodes = ast.walk(tree(path)) if anywhere else tree(path).body
     found = []
     for node in nodes:
@@ -71,7 +71,7 @@ def exp_edges() -> set[tuple[str, str]]:
 
 @functools.cache
 def edges() -> dict[str, set[str]]:
-    """Return each module with those that it imports anywhere, also for annotations."""
+    """Return the imports of each module, including those in functions and for annotations."""
     names = {path: f"exp.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}" for path in SOURCES}
     modules = {name.removesuffix(".__init__") for name in names.values()} - {"exp"}
     found: dict[str, set[str]] = {name: set() for name in modules}
@@ -91,7 +91,7 @@ def test_imports_only_go_down_in_rank():
 
 
 def cyclic(graph: dict[str, set[str]]) -> list[str]:
-    """Return the nodes of a graph that lead back to themselves."""
+    """Return the nodes of a graph that are on a cycle."""
     reach, longer = {}, graph
     while longer != reach:
         reach = longer
@@ -109,7 +109,7 @@ def test_imports_have_no_cycles():
 
 
 def test_the_core_never_imports_extras():
-    # exp.serve run=DIR exports the run first.
+    # exp.serve run=DIR exports the run, so serve may import export.
     allowed = {("serve", "export")}
     for path in SOURCES:
         parts = path.relative_to(ROOT).parts
@@ -161,7 +161,7 @@ def test_functions_fit_on_a_screen():
 
 
 def named_by_users() -> set[str]:
-    """Return the modules with a class that conf/ names as a `_target_`."""
+    """Return the modules of the classes in the `_target_` keys of conf/."""
     texts = "\n".join(path.read_text() for path in CONF.rglob("*.yaml"))
     return {target.rpartition(".")[0] for target in re.findall(r"_target_: *(exp\.[\w.]+)", texts)}
 
@@ -216,8 +216,8 @@ def test_every_yaml_starts_with_a_comment():
 
 
 def test_no_name_hides_a_standard_module():
-    """Editors run a file by its path, with its folder first on the import path."""
+    """Editors run a file by its path, which puts its folder first on the import path."""
     names = [path for path in SOURCES if path.stem in sys.stdlib_module_names]
     names += [folder for folder in {path.parent for path in SOURCES} if folder.name in sys.stdlib_module_names]
-    # Configs of saved runs name this hook, and its folder has no program.
+    # This name stays, because configs of saved runs have it. Its folder has no program.
     assert {str(path.relative_to(ROOT)) for path in names} <= {"extras/debugging/profile.py"}

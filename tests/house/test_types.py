@@ -1,4 +1,4 @@
-"""src/exp passes the type checker, whose settings are in pyproject.toml."""
+"""src/exp passes mypy with the settings in pyproject.toml."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Fixtures that launch a program in every rank of a new run directory, through the real launcher."""
+"""Fixtures that launch a program in every rank of a new run directory with exp's launcher."""
 
 import json
 import textwrap
@@ -45,7 +45,7 @@ def run_directory(tmp_path):
 
 @pytest.fixture
 def write_program(tmp_path):
-    """A function that writes the module `rank_program`, whose body every rank runs."""
+    """A function that writes the module `rank_program`, which every rank runs."""
 
     def write_program(body: str) -> None:
         text = HEAD + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n\nlive(body)\n"
@@ -54,7 +54,7 @@ def write_program(tmp_path):
     return write_program
 
 
-# The module of a launching process of `commands`.
+# Module of the process that launches the ranks.
 LAUNCHING = """
 import json, pathlib, sys
 from exp.errors import Interrupted, RankError
@@ -81,7 +81,7 @@ def main():
 
 @pytest.fixture
 def launch_command(tmp_path, run_directory, write_program, commands):
-    """A function that starts a launching process, whose ranks are forked from it and have imported torch."""
+    """A function that starts a process that launches ranks, which are forked from it and have imported torch."""
 
     def launch_command(body: str, *, ranks: int = 2, **options):
         write_program(body)
@@ -96,7 +96,7 @@ def launch_command(tmp_path, run_directory, write_program, commands):
 def launched(tmp_path, run_directory, write_program, monkeypatch, launch_command):
     """A function that launches the ranks of a program in `run_directory`.
 
-    warm: whether they are forked from a process that has imported torch, for a program that needs it.
+    With warm=True, the ranks are forked from a process that has imported torch.
     """
     monkeypatch.syspath_prepend(str(tmp_path))
 

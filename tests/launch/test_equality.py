@@ -1,4 +1,4 @@
-"""Two ranks train as one process does: the same weights and metrics from the same global batches."""
+"""Two ranks and one process have the same weights and metrics from the same global batches."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.numeric
-# digits has 1257 training samples: 19 batches of 64 and a last one of 41, which two ranks cannot halve.
+# The 1257 training samples of digits are 19 batches of 64 and one of 41, which two ranks cannot divide equally.
 ONE_EPOCH = ["trainer.max_epochs=1", "data.batch_size=64", "optimizer=sgd", "optimizer.lr=0.05", "test=false"]
 
 

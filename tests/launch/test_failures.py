@@ -1,4 +1,4 @@
-"""A rank that fails ends its job within seconds, and the error reported is its own."""
+"""A rank that fails ends the job within seconds, and the reported error is that of this rank."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from exp.strategies.placement import Machine, placement
 
 @pytest.fixture
 def failing(launched):
-    """A function that launches a program that must fail, and returns its error; the other rank sleeps for longer."""
+    """A function that launches a program in which one rank fails while the other sleeps, and returns the error."""
 
     def failing(body: str, **options) -> RankError:
         with pytest.raises(RankError) as caught:
@@ -145,7 +145,7 @@ def test_several_nodes_are_refused_with_the_commands_to_write(run_directory):
 
 
 def test_a_rank_ends_after_what_libraries_registered(launched, run_directory):
-    """Relies on atexit._run_exitfuncs, private to Python: a rank leaves by os._exit, which runs none of them."""
+    """Ranks exit with os._exit, which skips exit functions, so exp calls atexit._run_exitfuncs, a private name."""
     launched("import atexit; atexit.register(note, rank, 'left'); note(rank, 'there')")
     assert [json.loads((run_directory / f"note{rank}").read_text()) for rank in (0, 1)] == ["left", "left"]
 

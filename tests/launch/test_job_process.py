@@ -1,4 +1,4 @@
-"""Processes that are forked from a server: several at a time, their results, their ends, and those of their parent."""
+"""Job processes, which are forked from a server: several at a time, results, exits, and the exit of the parent."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from exp.launch.job_process import JobProcess, wait
 
-# A module of the test, by whose name the processes find their functions.
+# Module of the test, which the processes import to find their functions.
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time
 from pathlib import Path

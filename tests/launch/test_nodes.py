@@ -1,4 +1,4 @@
-"""A frozen run gives the same weights on one node, under torchrun and as tasks of SLURM."""
+"""A frozen run has the same weights on one node, under torchrun and as tasks of SLURM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 RUN = (
     *("model=lenet", "strategy=ddp", "launch.accelerator=cpu", "trainer.max_epochs=null", "trainer.max_steps=8"),
     *("trainer.enable_progress_bar=false", "test=false", "hooks=[]", "trainer.limit_val_batches=1"),
-    "precision=fp64",  # in float32 the bits of a fresh process and of a forked one differ on some processors
+    "precision=fp64",  # in float32, a new process and a forked one differ in some bits on some processors
 )
 TWO_NODES = ("launch.nodes=2", "launch.devices=1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -23,7 +23,7 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 @pytest.fixture
 def one_node(ranks):
-    """The weights of two ranks on one node, which meet in a file."""
+    """The weights of a run with two ranks on one node, which find each other by a file."""
     return weights(ranks.train(*RUN, ranks=2).directory)
 
 
@@ -53,10 +53,10 @@ def assert_end_well(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def agent(directory: Path, address: str, endpoint: str, *before: str, **more: str) -> subprocess.Popen[str]:
-    """Start torchrun on one of two nodes, with one rank.
+    """Start torchrun with one rank on one of two nodes.
 
-    address: of this node, whose name need not resolve here. torchrun would use the name to find the node of the
-        endpoint, so this function says which node that is.
+    torchrun finds the node of the endpoint by its host name, which does not resolve in a namespace. So this function
+    passes is_host, which is true if `address` is that of the endpoint.
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     if address != "127.0.0.1":
@@ -73,9 +73,9 @@ def free_port() -> int:
 
 @pytest.fixture
 def two_hosts():
-    """Two network namespaces with a cable between them: two hosts, as far as a socket can see.
+    """Two connected network namespaces, which are two hosts for a socket.
 
-    None if they are not permitted: the nodes are then two processes of this host.
+    The value is None if namespaces are not permitted. Then the nodes are two processes of this host.
     """
     if shutil.which("ip") is None:
         yield None

@@ -48,7 +48,7 @@ def test_ranks_share_the_cores_unless_told_otherwise(outer, threads, expected):
 
 
 def state() -> dict:
-    """Return everything that a launch could leave in this process."""
+    """Return the state of this process that a launch could change."""
     return {
         "environment": dict(os.environ),
         "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],

@@ -1,6 +1,6 @@
 """Lightning trains in the process group of the ranks, which other machines cannot reach.
 
-What exp relies on in Lightning (seen in 2.6.6): it starts no process and opens no port in a rank of exp.
+In a rank of exp, Lightning 2.6.6 starts no process and opens no port.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""launch.max_restarts starts all ranks again from the last checkpoint, at most that often."""
+"""All ranks start again from the last checkpoint after a failure, at most launch.max_restarts times."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Signals to the launching process and its ranks: forwarded once, the state saved, no process left."""
+"""Signals to the launching process and its ranks are forwarded once, the state is saved, and no process is left."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from exp.errors import Interrupted
 
-# As in the engine, a signal sets a flag, the state is saved between two steps, and Interrupted ends the rank.
+# Like the engine: a signal sets a flag, the state is saved between two steps, and Interrupted ends the rank.
 PATIENT = """
 flags = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -41,7 +41,7 @@ def waits_in_a_collective():
     torch.distributed.all_reduce(torch.ones(1))
 blocked() if rank.global_rank == 1 else waits_in_a_collective()
 """
-# Longer than the grace of one second, with a file that grows all the time.
+# The save takes longer than the grace of one second, and its file grows all the time.
 GROWING = """
 (directory / "checkpoints").mkdir(exist_ok=True)
 for _ in range(20):
@@ -61,7 +61,7 @@ def wait_for_note(path: Path) -> int:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Return whether processes end within a minute; none of them would end by itself in that time."""
+    """Return True if processes end within a minute; without a signal they run longer."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):

@@ -1,4 +1,4 @@
-"""A sweep over runs of several ranks: every rank of every job has the values of its job."""
+"""In a sweep over runs of several ranks, every rank has the values of its job."""
 
 import json
 
@@ -39,5 +39,5 @@ def test_a_sweep_over_numbers_of_ranks_continues_after_a_failed_rank(commands, t
     assert "rank 1 failed with ValueError: alone" in done.stderr + done.stdout
     assert len(list(tmp_path.glob("outputs/*/sweeps/*/*"))) == 1
     found = sorted(json.loads(path.read_text()) for path in (tmp_path / "records").iterdir())
-    # lr of the config, lr of the optimizer, ranks, rank
+    # learning rate in the config, learning rate of the optimizer, number of ranks, rank
     assert found == [[0.001, 0.001, 1, 0], [0.01, 0.01, 1, 0], [0.01, 0.01, 2, 0], [0.01, 0.01, 2, 1]]

@@ -1,4 +1,4 @@
-"""`python -m exp.train strategy=ddp` that is interrupted or restarted while it trains."""
+"""Interrupts and restarts of `python -m exp.train strategy=ddp` during training."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Slow(Callback):
 
 @pytest.fixture
 def training(tmp_path, commands):
-    """A function that starts an endless run over two ranks and waits for its first checkpoint."""
+    """A function that starts an endless run with two ranks and waits for its first checkpoint."""
     (tmp_path / "conf" / "callbacks").mkdir(parents=True)
     (tmp_path / "conf" / "callbacks" / "slow.yaml").write_text(
         "# Takes its time: callbacks=[slow]\nslow: {_target_: slow.Slow}\n"
@@ -52,7 +52,7 @@ def training(tmp_path, commands):
 
 
 def test_sigterm_to_every_process_saves_and_exits_143(training):
-    """A cluster manager signals every process of a job, and the parent forwards its own signal too."""
+    """A cluster manager signals every process of a job, and the parent also forwards the signal."""
     command, directory, ranks = training()
     os.kill(command.process.pid, signal.SIGTERM)
     for rank in ranks:

@@ -1,9 +1,8 @@
-"""Drives every layer of torch's own database through a config, for test_against_torch.py.
+"""Tests of every layer in torch's module_db as a node of a config, for test_against_torch.py.
 
-Each case of module_db is written below `model.layers`: as torch's tests write it, by the names of its parameters, and
-with its input size left out where exp infers one. The node passes the check that every config passes, is built as a run
-builds it, and must then give by a forward program what the class gives by hand: the same initial weights, outputs,
-gradients and buffers, bit for bit.
+Each case of module_db becomes a node in `model.layers` in up to three forms: with positional arguments, with named
+arguments, and without the input size if exp infers it. The node is checked and built as in a run. A forward program
+calls the layer. Initial weights, outputs, gradients and buffers must equal those of the class in Python bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ operators = load("operators")
 
 
 def plain(value: Any) -> Any:
-    """A value as a YAML holds it. Raises: operators.NotText where none does."""
+    """Return a value for a YAML file, or raise operators.NotText if YAML cannot express it."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, torch.dtype):
@@ -54,7 +53,7 @@ def plain(value: Any) -> Any:
 
 
 def as_config_has_them(value: Any) -> Any:
-    """Numbers of a config become tensors of the default dtype, as torch.tensor makes them."""
+    """Return a value with its floating-point tensors in float32, the dtype of a config's numbers as tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().float() if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -63,7 +62,7 @@ def as_config_has_them(value: Any) -> Any:
 
 
 def nodes(kind: type[nn.Module], call: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each way to write a layer: its name for the table, and the node."""
+    """Yield each form of a layer in a config: name for the table, and node."""
     target = {"_target_": f"torch.nn.{kind.__name__}"}
     args, named = plain(call.args), {name: plain(value) for name, value in call.kwargs.items()}
     yield "by position", {**target, **({"_args_": args} if args else {}), **named}
@@ -78,7 +77,7 @@ def nodes(kind: type[nn.Module], call: Any) -> Iterator[tuple[str, dict[str, Any
 
 
 def drive(module: Any, rows: dict[tuple[str, str], Any], *, most: int) -> None:
-    """Every case of a layer, in training and in evaluation."""
+    """Compare all cases of a layer in training and in evaluation, and add the results to `rows`."""
     for training in (True, False):
         for given, called in module.cases(training=training)[:most]:
             built = type(given)(args=as_config_has_them(given.args), kwargs=as_config_has_them(given.kwargs))
@@ -136,14 +135,14 @@ def _seeded(make: Any) -> Any:
 
 
 def _sized(network: nn.Module, by_hand: nn.Module, given: Sequence[torch.Tensor]) -> None:
-    """Its size from one forward, as the stand-in batch gives it, then the weights of the layer by hand."""
+    """Infer the size of a layer with one forward, and load the weights of the layer built by hand."""
     training = network.training
     try:
         with torch.no_grad():
             network.eval()(*given)
         network.module.load_state_dict(by_hand.state_dict())
     except RuntimeError as error:
-        # Only InstanceNorm: torch's lazy class takes axis 1 even without a batch axis.
+        # Only InstanceNorm fails, because torch's lazy class reads axis 1 even if there is no batch axis.
         raise operators.NotText("an input without a batch axis, which data never give") from error
     network.train(training)
 
@@ -178,7 +177,7 @@ def _same_tables(one: nn.Module, other: nn.Module) -> bool:
 
 
 def seen(*, most: int, only: Sequence[str] = ()) -> list[Any]:
-    """Every layer of module_db, or those named."""
+    """Return the results for all layers of module_db, or for the layers in `only`."""
     rows: dict[tuple[str, str], Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,8 +1,7 @@
-"""Drives Lightning's own callbacks through whole runs, for test_against_torch.py.
+"""Tests of Lightning's callbacks in whole runs, for test_against_torch.py.
 
-Each name of lightning.pytorch.callbacks is written below `callbacks`. The check refuses it with a sentence, or a run
-with it must end with the checkpoint that Lightning alone ends with, by its own loop and the same callback: the same
-weights, bit for bit.
+Each class of lightning.pytorch.callbacks becomes a node in `callbacks`. Either the check refuses it with a reason, or
+a run must end with the weights of a run of Lightning without exp and with the same callback, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import exp
 from exp.errors import ConfigError
 
 HERE = Path(__file__).parent
-# What is given to each; the others take nothing that they need.
+# Arguments of each callback. The other callbacks have no required arguments.
 ARGUMENTS: Mapping[str, dict[str, Any]] = {
     "BasePredictionWriter": {"write_interval": "epoch"},
     "EarlyStopping": {"monitor": "loss/train", "patience": 1, "min_delta": 0.05},
@@ -55,7 +54,7 @@ operators = steps.operators
 
 
 class Alone(LightningModule):
-    """The run of steps.COMMON as Lightning's own documentation has one write it."""
+    """LightningModule of the run in steps.COMMON, written as in Lightning's documentation."""
 
     def __init__(self, start: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class Alone(LightningModule):
 
 
 def by_lightning(name: str, arguments: Mapping[str, Any], start: Mapping[str, Tensor]) -> Any:
-    """Return the weights of the last checkpoint of Lightning's loop with the callback."""
+    """Return the weights in the last checkpoint of a run of Lightning with the callback."""
     module = Alone(start)
     saving = lightnings.ModelCheckpoint(dirpath="alone", save_last=True, monitor="loss/train")
     trainer = Trainer(
@@ -90,7 +89,7 @@ def by_lightning(name: str, arguments: Mapping[str, Any], start: Mapping[str, Te
 
 
 def by_exp(name: str, arguments: Mapping[str, Any], start: Mapping[str, Tensor]) -> Any:
-    """The weights of the last checkpoint of a run of exp. Raises: ConfigError for what the check refuses."""
+    """Return the weights in the last checkpoint of a run of exp, or raise ConfigError if the check refuses it."""
     node = {"_target_": f"lightning.pytorch.callbacks.{name}", **arguments}
     torch.save(start, "start.pt")
     bar = name in ("ProgressBar", "RichProgressBar", "TQDMProgressBar")
@@ -110,7 +109,7 @@ def by_exp(name: str, arguments: Mapping[str, Any], start: Mapping[str, Tensor])
 
 
 def seen(*, only: Sequence[str] = ()) -> list[Any]:
-    """Every callback of Lightning, or those named."""
+    """Return the results for all callbacks of Lightning, or for those in `only`."""
     sys.modules.setdefault("steps", steps)
     rows, start = [], steps.start_of("SGD")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

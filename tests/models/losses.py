@@ -1,8 +1,8 @@
-"""Drives every loss of torch's own database through a config's objective, for test_against_torch.py.
+"""Tests of every loss in torch's module_db as an objective, for test_against_torch.py.
 
-Each case of module_db is written below `objective`: as the loss alone where it is called with an output and a target,
-and as a term that names a value for each of its parameters. The node passes the check that every config passes and is
-built as a run builds it; the objective's value and the gradients of what it compares must be those of the loss by hand.
+Each case of module_db becomes a node in `objective`: as a term with a named value for each parameter, and as the loss
+alone if its parameters are output and target. The node is checked and built as in a run. Value and gradients must equal
+those of the loss in Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exp.shared_types import DataSpec
 HERE = Path(__file__).parent
 TERM = "exp.objectives.objective.Term"
 SPEC = DataSpec(input_shape=(1,), input_dtype="float64", num_classes=None, num_outputs=1)
-# A mean that counts its targets is a sum over what it divides by, and torch's own is summed in another order.
+# exp computes a mean loss as a sum divided by the number of targets, which changes the order of summation.
 CLOSE = 1e-13
 
 
@@ -46,7 +46,7 @@ operators = layers.operators
 
 
 def nodes(kind: type[nn.Module], built: Any, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    """Yield each way to write a loss: its name for the table, the node, and the names of its values."""
+    """Yield each form of a loss in a config: name for the table, node, and names of its values."""
     args = layers.plain(built.args)
     named = {name: layers.plain(value) for name, value in built.kwargs.items() if name not in ("device", "dtype")}
     loss = {"_target_": f"torch.nn.{kind.__name__}", **({"_args_": args} if args else {}), **named}
@@ -57,12 +57,12 @@ def nodes(kind: type[nn.Module], built: Any, names: Sequence[str]) -> Iterator[t
 
 
 def drive(module: Any, rows: dict[tuple[str, str], Any], *, most: int) -> None:
-    """Every case of a loss."""
+    """Compare all cases of a loss, and add the results to `rows`."""
     name = f"torch.nn.{module.kind.__name__}"
     for case, called in module.cases(training=True)[:most]:
         given = type(case)(args=layers.as_config_has_them(case.args), kwargs=layers.as_config_has_them(case.kwargs))
         parameters = [one for one in inspect.signature(module.kind.forward).parameters if one != "self"]
-        # A batch gives lengths as a tensor.
+        # Lengths in a batch are a tensor.
         values = [one if isinstance(one, torch.Tensor) else torch.tensor(one) for one in called.args]
         try:
             ways = list(nodes(module.kind, given, parameters[: len(values)]))
@@ -105,7 +105,7 @@ def _try(row: Any, kind: type[nn.Module], node: dict[str, Any], given: Any, valu
 
 
 def _objective(node: dict[str, Any]) -> Objective:
-    """Raises: ConfigError for what the check refuses."""
+    """Check and build an objective, or raise ConfigError."""
     if errors := list(target_errors({"objective": {"it": node}}, allow=())):
         raise ConfigError(errors)
     objective = Objective({"it": construct(node, key="objective.it", allow=())}).double()
@@ -123,7 +123,7 @@ def _close(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def seen(*, most: int, only: Sequence[str] = ()) -> list[Any]:
-    """Every loss of module_db, or those named."""
+    """Return the results for all losses of module_db, or for the losses in `only`."""
     rows: dict[tuple[str, str], Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,9 +1,9 @@
-"""Drives every metric of torchmetrics.classification and .regression through a config, for test_against_torch.py.
+"""Tests of every metric of torchmetrics.classification and .regression, for test_against_torch.py.
 
-Each class is written below `metrics` with its required parameters, and again for each other word of a parameter that
-changes its value. The node passes the check of a config, including the first samples, and is built as in a run. Over
-uneven batches it must equal one call of the class on all outputs: in one process, after a resume from a checkpoint in
-the middle, and over all ranks.
+Each class becomes a node in `metrics` with its required parameters, and one more node for each other value of a
+parameter that changes the metric. The node is checked, with first samples, and built as in a run. Its value over
+batches of different sizes must equal one call of the class on all outputs: in one process, after a resume from a
+checkpoint in the middle, and over all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 CLASSES, LABELS, WIDTH = 4, 3, 5
 SIZES = (16, 16, 1, 9, 3)
 CLOSE = 1e-6
-# What classes cannot do without, and what else changes their values.
+# Values of required parameters, and other parameters that change the value of a metric.
 NEEDED = {
     "num_classes": CLASSES, "num_labels": LABELS, "num_groups": 2, "beta": 2.0, "p": 3.0, "min_precision": 0.3,
     "min_recall": 0.3, "min_sensitivity": 0.3, "min_specificity": 0.3, "threshold": 0.5,
@@ -68,7 +68,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "max_fpr": (0.4,),
     "zero_division": (1.0,),
 }
-# What the check says of several, in fewer words.
+# Parts of error messages, and shorter texts for the table.
 REASONS = {
     "a tensor of shape": "it gives a matrix",
     "of twice as many samples": "it gives more numbers the more samples there are",
@@ -89,7 +89,7 @@ operators = load("operators")
 
 
 def nodes(kind: type, name: str) -> Iterator[dict[str, Any]]:
-    """Yield each way to write a metric."""
+    """Yield each form of a metric in a config."""
     parameters = signature_of(kind).parameters
     tasks = ("binary", "multiclass", "multilabel") if "task" in parameters and parameters["task"].required else (None,)
     if name in ("CohenKappa", "ExactMatch", "HingeLoss", "CalibrationError"):
@@ -99,13 +99,13 @@ def nodes(kind: type, name: str) -> Iterator[dict[str, Any]]:
         base = {} if task is None else {"task": task, **{size: NEEDED[size] for size in sizes}}
         needed = [one for one in NEEDED if one in parameters and parameters[one].required]
         base |= {one: NEEDED[one] for one in needed if task is None or one not in ("num_classes", "num_labels")}
-        if task is not None:  # in place of their words by task the legacy classes take None for what a task needs
+        if task is not None:  # classes with a task have None as the default of values that the task requires
             base |= {one: NEEDED[one] for one in NEEDED if one.startswith("min_") and one in parameters}
         if "num_groups" in parameters:
             base["inputs"] = {"preds": "output", "target": "target", "groups": "groups"}
         yield base
         for word, values in OTHERS.items():
-            # Of curves it is another word.
+            # "normalization" of other classes has other values.
             if word in parameters and (word != "normalization" or name == "NormalizedRootMeanSquaredError"):
                 yield from ({**base, word: value} for value in values)
 
@@ -126,7 +126,7 @@ def family(name: str, node: Mapping[str, Any]) -> str:
 
 
 def values_of(kind: str, *, are_scores: bool) -> dict[str, Tensor]:
-    """Outputs, targets and groups; the third batch, of one sample, has scores that could be probabilities."""
+    """Return outputs, targets and groups; the third batch has one sample with scores between 0 and 1."""
     draw, count = torch.Generator().manual_seed(5), sum(SIZES)
     shapes = {"Binary": (), "Multiclass": (CLASSES,), "Multilabel": (LABELS,), "Vectors": (WIDTH,), "Shares": (WIDTH,)}
     shape = shapes.get(kind, {"Ensemble": (6,), "Pairs": (2,)}.get(kind, ()))
@@ -143,12 +143,12 @@ def values_of(kind: str, *, are_scores: bool) -> dict[str, Tensor]:
     other = 2 * torch.randn(count, *(() if kind == "Ensemble" else shape), generator=draw)
     if kind == "Shares":
         return {"output": scores.softmax(-1), "target": other.softmax(-1)}
-    # Positive, as deviances and logarithms need it.
+    # Deviances and logarithms need positive values.
     return {"output": scores.abs() + 0.1, "target": (scores if kind != "Ensemble" else other).abs() + other.abs() + 0.1}
 
 
 def drive(kind: type, rows: dict[tuple[str, str], Any], *, most: int | None) -> None:
-    """Every way to write a metric, with scores and with probabilities."""
+    """Compare all forms of a metric, with scores and with probabilities, and add the results to `rows`."""
     room = "classification" if kind.__name__ in torchmetrics.classification.__all__ else "regression"
     name = f"torchmetrics.{room}.{kind.__name__}"
     for node in [*nodes(kind, kind.__name__)][:most]:
@@ -193,7 +193,7 @@ def _try(row: Any, kind: type, node: dict[str, Any], values: Mapping[str, Tensor
 
 
 def _built(node: dict[str, Any], values: Mapping[str, Tensor]) -> Any:
-    """Raises: ConfigError for what the check refuses."""
+    """Check and build a metric, or raise ConfigError."""
     if errors := list(target_errors({"metrics": {"it": node}}, allow=())):
         raise ConfigError(errors)
     (measure,) = build_measures(settings_of({"metrics": {"it": node}, "security": {"allow": []}})).values()
@@ -212,7 +212,7 @@ def _built(node: dict[str, Any], values: Mapping[str, Tensor]) -> Any:
 def _by_hand(
     kind: type, given: Mapping[str, Any], names: Mapping[str, str] | None, values: Mapping[str, Tensor]
 ) -> dict[str, float] | Exception:
-    """The numbers by tag of one call on all outputs; of a matrix or a curve its own names."""
+    """Return the numbers of one call on all outputs by tag, or the exception of the call."""
     try:
         metric = kind(**given, sync_on_compute=False)
         if names is None:
@@ -236,7 +236,7 @@ def _flat(value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _measured(measure: Any, values: Mapping[str, Tensor], objective: Objective, *, way: str) -> dict[str, float]:
-    """Return the values of a stage with uneven batches, divided over the ranks evenly or all on rank 0."""
+    """Return the values of a stage with batches of different sizes, divided over the ranks or all on rank 0."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     epoch = EpochValues(stage="val", terms=objective.terms, measures=[measure.clone()])
     starts = [sum(SIZES[:place]) for place in range(len(SIZES))]
@@ -260,7 +260,7 @@ def _close(one: float, other: float) -> bool:
 
 
 def seen(*, most: int | None = None, only: Sequence[str] = ()) -> list[Any]:
-    """Every metric, or those named. most: ways to write one; None is all."""
+    """Return the results for all metrics, or for those in `only`, with at most `most` forms each."""
     rows: dict[tuple[str, str], Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

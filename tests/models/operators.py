@@ -1,7 +1,7 @@
-"""Drives every operator of torch's own database through forward programs, for test_against_torch.py.
+"""Tests of every operator in torch's op_db in forward programs, for test_against_torch.py.
 
-Each operator is called as a function, and as a method of its first argument where Tensor has it: forward and backward
-must be equal bit for bit, the inputs must be as they were, and what is refused must be refused by the program's check.
+Each operator is called as a function, and as a method if Tensor has it. Forward and backward must equal torch's bit for
+bit, and the inputs must not change. Operators that are not supported must be refused by the check of the program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def load(name: str) -> Any:
 
 
 class NotText(Exception):
-    """An argument that cannot be written in a program."""
+    """Exception for an argument that cannot be written in a program."""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """The results of one spelling of an operator."""
+    """Results of one spelling of an operator."""
 
     name: str
     form: str
@@ -52,7 +52,7 @@ class Row:
 
 
 class Writer:
-    """Arguments as text; tensors become inputs of the network."""
+    """Writer of arguments as text, in which tensors become inputs of the network."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -92,7 +92,7 @@ class Writer:
 
 
 def spellings(operator: Any) -> Iterator[tuple[str, str, Any]]:
-    """Name, form and function of each way to write an operator."""
+    """Yield name, form and function of each spelling of an operator."""
     for name in dict.fromkeys(operator.names):
         function = _found(torch, name)
         method = None if "." in name else getattr(torch.Tensor, name, None)
@@ -120,7 +120,7 @@ def _attribute(name: str, owner: torch.Tensor) -> Any:
 
 
 def drive(operator: Any, *, most: int) -> Iterator[Row]:
-    """Return the results of each spelling of an operator."""
+    """Yield the results of each spelling of an operator."""
     samples = operator.samples(most)
     for name, form, function in spellings(operator):
         row = Row(name=name, form=form)
@@ -177,13 +177,13 @@ def _try(row: Row, function: Any, sample: Any) -> None:
 
 
 def _wavers(call: Any, given: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch gives different bits for equal numbers, as LAPACK does depending on memory addresses."""
+    """Return True if two calls of torch differ in some bits, as with LAPACK, which depends on memory addresses."""
     first = run(call, given)
     return any(not same(run(call, given)[:2], first[:2]) for _ in range(1000))
 
 
 def by_hand(function: Any, sample: Any, given: Sequence[torch.Tensor]) -> Any:
-    """The call of a sample on other tensors."""
+    """Return a function that calls `function` with the arguments of a sample, and with other tensors."""
 
     def call(*fresh: torch.Tensor) -> Any:
         table = {id(old): new for old, new in zip(given, fresh, strict=True)}
@@ -203,9 +203,9 @@ def _replaced(value: Any, table: dict[int, torch.Tensor]) -> Any:
 
 
 def run(call: Any, given: Sequence[torch.Tensor], holder: Any = None) -> Any:
-    """Outputs, gradients and whether an input changed; or what was raised. holder: of parameters that learn, too."""
+    """Return outputs, gradients and if an input changed, or the exception; `holder` has further trained parameters."""
     fresh = [one.detach().clone().requires_grad_(one.requires_grad) for one in given]
-    # Not a leaf, so that what writes in place can be caught at it.
+    # Clones are no leaves, so that operators may write into them, which the comparison then finds.
     working = [one.clone() if one.requires_grad else one for one in fresh]
     torch.manual_seed(1)
     try:
@@ -232,7 +232,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether outputs have the same types and bits."""
+    """Return True if outputs have the same types and bits."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.layout != other.layout or one.dtype != other.dtype or one.shape != other.shape:
             return False
@@ -245,7 +245,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def seen(*, most: int, only: Sequence[str] = ()) -> list[Row]:
-    """Every spelling of every operator, or of those named, entries of one name together."""
+    """Return the results for all spellings of all operators, or of those in `only`, merged by name."""
     rows: dict[str, Row] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Drives torch's optimizers and schedules through whole runs, for test_against_torch.py.
+"""Tests of torch's optimizers and schedules in whole runs, for test_against_torch.py.
 
-Each case of torch's own database of optimizers, and each schedule of torch.optim.lr_scheduler by step and by epoch, is
-written as a node of a config. A run of a few epochs must end with the weights of the loop by hand, bit for bit.
+Each case of torch's optim_db, and each schedule of torch.optim.lr_scheduler by step and by epoch, becomes a node of a
+config. A run of a few epochs must end with the weights of a loop by hand, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTS = [
     {"_target_": f"{TORCHS}.LinearLR", "start_factor": 0.1, "total_iters": 2},
     {"_target_": f"{TORCHS}.StepLR", "step_size": 1, "gamma": 0.5},
 ]
-# Arguments of each schedule; those whose constructors ask for a function no YAML can write.
+# Arguments of each schedule. A YAML cannot contain the function that LambdaLR and MultiplicativeLR need.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "LambdaLR": {"lr_lambda": 0.5},
     "MultiplicativeLR": {"lr_lambda": 0.5},
@@ -72,7 +72,7 @@ operators = layers.operators
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Samples `[6]`, or with sparse places of an embedding `[3]`, and targets `[3]`, in float64."""
+    """Data set of inputs `[6]`, or of indices `[3]` of an embedding if sparse, and targets `[3]` in float64."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         draw, count = torch.Generator().manual_seed(5), SIZE * BATCHES
@@ -88,7 +88,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Network(nn.Module):
-    """Two layers; matrices: without biases; sparse: an embedding whose gradients are sparse, `[b, 3]` to `[b, 3]`."""
+    """Network of two layers, without biases if `matrices`; an embedding with sparse gradients if `sparse`."""
 
     def __init__(self, *, matrices: bool = False, sparse: bool = False) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def text(value: Any) -> str:
 
 
 def by_exp(optimizer: Mapping[str, Any], schedule: Mapping[str, Any] | None, start: Mapping[str, Tensor]) -> Any:
-    """The weights that a run ends with. Raises: ConfigError for what the check refuses."""
+    """Return the last weights of a run, or raise ConfigError if the check refuses it."""
     kind = kind_of_network(optimizer["_target_"].rpartition(".")[2])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         torch.save(start, "start.pt")
@@ -148,11 +148,11 @@ def by_hand(
     *,
     by_epoch: bool = False,
 ) -> Any:
-    """The weights that the loop of PyTorch's tutorials ends with."""
+    """Return the last weights of the loop of PyTorch's tutorials."""
     kind = kind_of_network(optimizer.__name__)
     network, rows = Network(**kind).double(), Rows(sparse="sparse" in kind)
     network.load_state_dict(start)
-    # exp asks for the fused step where there is one.
+    # exp uses the fused step if the optimizer has one.
     fused = {"fused": True} if "fused" in inspect.signature(optimizer).parameters else {}
     stepper = optimizer(network.parameters(), **arguments, **fused)
     scheduler = schedule(stepper) if schedule is not None else None
@@ -177,7 +177,7 @@ def by_hand(
 
 
 def torchs_own(name: str, arguments: Mapping[str, Any], stepper: torch.optim.Optimizer) -> Any:
-    """Return the schedule made in Python."""
+    """Return a schedule that is built in Python."""
     given = {key: value for key, value in arguments.items() if key not in ("monitor", "_target_")}
     if "schedulers" in given:
         given["schedulers"] = [torchs_own(one["_target_"].rpartition(".")[2], one, stepper) for one in PARTS]
@@ -190,7 +190,7 @@ def start_of(optimizer: str) -> dict[str, Tensor]:
 
 
 def optimizer_rows(*, most: int, only: Sequence[str] = ()) -> Iterator[Any]:
-    """The cases of every optimizer of torch's database."""
+    """Yield the results for all cases of torch's optimizers."""
     for kind, cases in operators.load("torch_databases").optimizers():
         if only and kind.__name__ not in only:
             continue
@@ -204,7 +204,7 @@ def optimizer_rows(*, most: int, only: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def schedule_rows(*, only: Sequence[str] = ()) -> Iterator[Any]:
-    """Every schedule of torch, by step and by epoch."""
+    """Yield the results for all schedules of torch, by step and by epoch."""
     for name, arguments in SCHEDULES.items():
         if only and name not in only:
             continue
@@ -243,7 +243,7 @@ def _compare(row: Any, optimizer: Any, schedule: Any, start: Any, hand: Any) -> 
 
 
 def seen(*, most: int, only: Sequence[str] = ()) -> list[Any]:
-    """Every optimizer and every schedule, or those named."""
+    """Return the results for all optimizers and schedules, or for those in `only`."""
     sys.modules.setdefault("steps", sys.modules[__name__])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

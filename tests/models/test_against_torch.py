@@ -1,6 +1,6 @@
-"""A share of the operators, layers, losses, optimizers, schedules and metrics that torch and torchmetrics test, in exp.
+"""Operators, layers, losses, optimizers, schedules, callbacks and metrics of torch, Lightning and torchmetrics in exp.
 
-The databases are torch's own (torch_databases.py). Every case runs with --share 1.
+The cases are those of torch's tests (torch_databases.py). A run tests a share of them, and all with --share 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torchmetrics
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 METRICS = sorted({*torchmetrics.classification.__all__, *torchmetrics.regression.__all__})
-# Their states over ranks are sums, lists, values of each rank, and values that change their shape.
+# Metrics with each kind of state over ranks: sums, lists, values of each rank, and values that change their shape.
 KINDS = ["MulticlassAccuracy", "MulticlassAUROC", "PearsonCorrCoef", "MeanSquaredError", "SpearmanCorrCoef"]
 
 
@@ -29,7 +29,7 @@ def load(name: str, here: str) -> Any:
 
 
 def share_of_torch(rank: int, *, here: str, seed: int, part: float) -> dict[str, Any]:
-    """Compare in a separate process: importing the databases freezes switches of torch."""
+    """Compare in a separate process, because importing torch's databases freezes switches of torch."""
     steps = load("steps", here)
     layers = steps.layers
     losses, databases = layers.load("losses"), layers.operators.load("torch_databases")

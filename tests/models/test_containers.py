@@ -1,4 +1,4 @@
-"""The containers against hand-written modules: equal bit for bit, with the same names, and good torch citizens."""
+"""Containers equal hand-written modules bit for bit, have the same names, and work with torch's tools."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def pair(case: str) -> tuple[nn.Module, ProgramModel, list[Tensor]]:
     by_hand, program, shapes = CASES[case]
     torch.manual_seed(0)
     ours, hand = program(), by_hand()
-    ours.load_state_dict(hand.state_dict())  # strict: the keys are the hand-written module's
+    ours.load_state_dict(hand.state_dict())  # strict, so both have the same keys
     return hand, ours, [torch.randn(shape) for shape in shapes]
 
 
@@ -223,7 +223,7 @@ def test_torch_export_with_any_batch_size() -> None:
 
 
 def test_dynamo_sees_one_graph_without_breaks() -> None:
-    """torch.compile with its eager backend: what it captures, without the minutes of code generation."""
+    """The eager backend captures the graph without the minutes of code generation."""
     _, ours, inputs = pair("transformer block")
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     torch.testing.assert_close(outputs_and_gradients(compiled, inputs)[0], outputs_and_gradients(ours, inputs)[0])
@@ -295,7 +295,7 @@ def test_a_thousand_layers_are_called_in_order() -> None:
 
 
 def test_the_work_of_making_a_network_grows_as_its_layers() -> None:
-    """Counted in calls of functions: each of 4,000 layers used to look at all of them."""
+    """The test counts function calls, which must not grow with the square of the number of layers."""
 
     def calls(layers: int) -> int:
         profile, held = cProfile.Profile(), {"many": [nn.Linear(2, 2) for _ in range(layers)]}
@@ -307,7 +307,7 @@ def test_the_work_of_making_a_network_grows_as_its_layers() -> None:
 
 
 def test_a_program_keeps_no_activation_longer_than_by_hand() -> None:
-    """`x = layer(x)` lets the old x go; straight-line code with a name for each value would hold them all."""
+    """`x = layer(x)` frees the old x. Code with a new name for each value would keep all of them."""
     import weakref
 
     alive, count = [], []
@@ -351,7 +351,7 @@ def test_a_container_says_what_it_cannot_hold(container: type, arguments: dict, 
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_program_is_checked_for_each_number_of_parameters(kind: type) -> None:
-    """Compiled programs are cached by the structure of the network, which includes the parameters of a layer."""
+    """The key of a cached program has the structure of the network, including the parameters of a layer."""
     for count, accepted in ((3, True), (2, False)):
         values = [nn.Parameter(torch.ones(1)) for _ in range(count)]
         scales = values if kind is list else {f"n{index}": one for index, one in enumerate(values)}
@@ -367,6 +367,8 @@ def test_a_compiled_program_trains() -> None:
     _, ours, inputs = pair("2 layers")
     expected = outputs_and_gradients(ours, inputs)
     ours.zero_grad()
-    ours.compile(backend="aot_eager", fullgraph=True)  # forward and backward graphs, without minutes of C++
+    ours.compile(
+        backend="aot_eager", fullgraph=True
+    )  # captures forward and backward graphs without the minutes of C++ compilation
     got = outputs_and_gradients(ours, inputs)
     torch.testing.assert_close(got, expected)

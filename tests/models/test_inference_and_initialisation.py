@@ -1,4 +1,4 @@
-"""Sizes from the data, initial values and freezing by name pattern."""
+"""Sizes inferred from the data, and initial values and freezing by name pattern."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_materialising_changes_no_running_statistics_and_no_fixed_network() -> N
     materialise(network, example_inputs(IMAGE))
     assert network.norm.num_batches_tracked == 0
     fixed = nn.Linear(2, 2)
-    materialise(fixed, example_inputs(IMAGE))  # not called: the shapes do not even fit
+    materialise(
+        fixed, example_inputs(IMAGE)
+    )  # without lazy layers the network is not called, and the shapes do not fit
 
 
 def test_example_inputs_have_the_declared_shape_and_dtype() -> None:
@@ -99,7 +101,7 @@ def test_patterns_are_applied_once_the_shapes_are_known() -> None:
     with torch.no_grad():
         network.head.weight.fill_(3)
     materialise(network, example_inputs(IMAGE))
-    assert network.head.weight.all()  # not initialised a second time
+    assert network.head.weight.all()  # tied weights are initialized once
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -1,4 +1,4 @@
-"""A forward that changes more than the numbers of buffers is found, however the network holds what changes."""
+"""A forward that changes state other than the numbers of buffers is found, for all kinds of attributes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def counter():
 
 
 class Keeping(nn.Module):
-    """Changes, in its forward, the part of itself that `what` names."""
+    """Module that changes one of its attributes in its forward; `what` names the attribute."""
 
     shared = 0
 

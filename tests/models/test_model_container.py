@@ -1,4 +1,4 @@
-"""`model.container`: the same layers in a Sequential, a ModuleList or a ModuleDict, or a clear refusal."""
+"""`model.container` puts the same layers into a Sequential, a ModuleList or a ModuleDict, or is refused."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_the_same_layers_give_the_same_bits_in_each_container(name: str, build_m
         torch.manual_seed(0)
         network = build_model(name, f"model.container={word}")
         assert type(network) is container
-        torch.manual_seed(2)  # for what drops out
+        torch.manual_seed(2)  # seed of the dropout
         output = network(x)
         output.square().sum().backward()
         found.append((network.state_dict(), output, [parameter.grad for parameter in network.parameters()]))
     (weights, output, gradients), *others = found
     for other_weights, other_output, other_gradients in others:
-        # One seed gives the same weights under the same names: a checkpoint of one container is one of the others.
+        # Weights and names are equal, so a checkpoint of one container fits the others.
         assert list(other_weights) == list(weights)
         assert all(torch.equal(other_weights[key], weights[key]) for key in weights)
         assert torch.equal(other_output, output)

@@ -1,4 +1,4 @@
-"""Further programs of a model: methods by name with the same layers, and views of the network."""
+"""Further programs of a model, which are methods by name with the same layers, and views of the network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(**settings: object) -> ModuleDictModel:
 def test_programs_are_methods_of_the_same_layers() -> None:
     network = model()
     x = torch.randn(4, 3)
-    # The head, which forward does not call, got its size from a program.
+    # The size of head is inferred from a program, because forward does not call it.
     assert torch.equal(network.twice(x), network.head(network.body(network.body(x))))
     assert torch.equal(network(x), network.body(x))
     assert not network.both(x)["b"].any()

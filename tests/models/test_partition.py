@@ -1,4 +1,4 @@
-"""A network in parts computes what the whole computes, and each layer and parameter is in one of them."""
+"""A network divided into parts computes the same as the whole, and each layer and parameter is in one part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS = (
 
 
 def run(network, parts, *inputs, **named):
-    """The parts one after the other, each given only what it says that it reads."""
+    """Run the parts one after the other, each with only its declared inputs, and return the output."""
     bound, values = parts.bind(inputs, named), {}
     for index, part in enumerate(parts.parts):
         assert set(part.takes) <= set(parts.values_after(index - 1) if index else ())
@@ -63,7 +63,7 @@ def test_several_values_and_residuals_are_carried_over_several_cuts():
     network = lines(layers, "y = a(x)\nz = b(y)\nw = c(z)\nreturn d(w + y) + x")
     parts = require_equal_to_the_whole(network, 4, torch.randn(3, 6))
     assert [len(parts.values_after(index)) for index in range(3)] == [1, 2, 1]
-    # The input is there for every part and is not carried.
+    # Every part gets the input of the network, so the parts do not pass it on.
     assert parts.parts[3].inputs == ("x",)
 
 
@@ -157,7 +157,7 @@ class DroppingLayer(nn.Module):
 
 
 def test_a_forward_that_asks_for_the_mode_is_refused_and_its_modes_are_restored():
-    """torch.fx would write `training=True` into the parts, and an evaluation would drop."""
+    """torch.fx writes `training=True` into the parts, so that dropout would be active in evaluation."""
     network = nn.Sequential(Dropping(), nn.Linear(2, 2))
     network[0].body.eval()
     modes = [module.training for module in network.modules()]
@@ -173,11 +173,11 @@ class Adding(Branching):
 
 def test_layers_ask_for_the_mode_themselves():
     x = torch.randn(64, 6)
-    # A tensor that the forward makes is the same in both modes.
+    # A network without dropout, whose forward creates a tensor, can be divided.
     require_equal_to_the_whole(Adding(), 2, x)
     for network in (
         nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6)),
-        # Of a container a module of the user's own is a layer, which no graph looks into.
+        # torch.fx does not trace into the layers of a container, so a user's module may read the mode.
         SequentialModel(layers={"a": DroppingLayer(), "b": nn.Linear(6, 6)}),
     ):
         parts = split(network, count=2, layers=None, inputs=(x,))

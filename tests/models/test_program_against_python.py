@@ -1,4 +1,4 @@
-"""Random forward programs give what the same text gives as a function of Python."""
+"""Random forward programs return the same as a Python function with the same text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
 
 def plain(text: str, layers: Layers, x: torch.Tensor, *, training: bool) -> object:
-    """The text as the body of a function, in which a listed name is torch's."""
+    """Run the text as the body of a Python function with torch's names, and return its result."""
     space: dict[str, object] = {
         **vars(torch), "F": nn.functional, "gelu": nn.functional.gelu, "linears": layers.linears,
         "heads": layers.heads, "scale": layers.scale, "width": WIDTH, "names": ["a", "b"], "training": training,
@@ -113,10 +113,10 @@ def test_a_program_is_python(body: str, training: bool) -> None:
     layers, x = Layers(), torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
     held = {"linears": layers.linears, "heads": layers.heads, "scale": layers.scale}
     try:
-        # A program has to be right in both modes: `sum` of no tensors is a number in one of them.
+        # Run both modes, because a program must be valid in both: `sum` of no tensors is a number in one of them.
         expected = {mode: plain(text, layers, x, training=mode) for mode in (True, False)}[training]
     except (TypeError, RuntimeError, AttributeError):
-        return  # `0.5 < y` as a constant, a tensor of other rows: an error of the text, in whatever way it is told
+        return  # the text itself has an error, such as a tensor with another number of rows
     network = ModuleDictModel(layers=held, forward=text, constants={"width": WIDTH, "names": ["a", "b"]})
     found = network.train(training)(x)
     for name, value in expected.items():

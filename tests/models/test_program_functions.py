@@ -1,4 +1,4 @@
-"""Functions that a config lists for a forward program: under the wall of targets, in the check and in a run."""
+"""Functions that a config lists for a forward program: the allow list, the check, and a run."""
 
 from __future__ import annotations
 

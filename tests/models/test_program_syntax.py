@@ -1,4 +1,4 @@
-"""The syntax of forward programs: parsed without torch; errors have line, column and the nearest spelling."""
+"""The syntax of forward programs: parsing without torch, and errors with line, column and nearest spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that return a subclass of Tensor, or a class with __torch_function__."""
+"""Layers that return a subclass of Tensor or an object of a class with __torch_function__."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on constants and tensors: loops, branches, functions, and errors for values that only a run knows."""
+"""Trial runs of programs: loops, branches, functions, and errors for values that are unknown before a run."""
 
 from __future__ import annotations
 

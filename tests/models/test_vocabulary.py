@@ -1,4 +1,4 @@
-"""The vocabulary of forward programs: what it holds, what it refuses and why, and torch's own names."""
+"""The vocabulary of forward programs: supported names, refused names with reasons, and names of torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(text: str, **options: object) -> str:
 
 def test_each_listed_name_is_torchs() -> None:
     missing = {home: [name for name in vocabulary.members(home) if not hasattr(HOMES[home], name)] for home in HOMES}
-    # The names are those of torch 2.13; older versions that exp supports lack one.
+    # The names are those of torch 2.13. Older supported versions lack this name.
     added = {"torch.nn.functional": ["linear_cross_entropy"]}
     assert all(names in ([], added.get(home)) for home, names in missing.items())
     assert [one for one in vocabulary.METHODS | vocabulary.ATTRIBUTES if not hasattr(torch.Tensor, one)] == []
@@ -46,7 +46,7 @@ def test_no_listed_name_is_refused() -> None:
     assert not listed & habits()["torch"].keys()
 
 
-# -- what models are written with --
+# -- operations of usual models --
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every model of conf/model trains on real data, and its sizes follow the data and the command line."""
+"""Every model of conf/model trains on real data, with sizes from the data and the command line."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The adapter to torch's private databases of operators and modules, torch.testing._internal.
+"""Adapter to torch's private databases of operators, modules and optimizers in torch.testing._internal.
 
-Written against torch 2.13; tests/models/test_against_torch.py relies on `op_db` (name, aliases, sample_inputs,
-supports_dtype, supports_autograd), `module_db` (module_cls, module_inputs_func) and `optim_db` (optim_cls,
-optim_inputs_func).
+It is written for torch 2.13, and uses `op_db` (name, aliases, sample_inputs, supports_dtype, supports_autograd),
+`module_db` (module_cls, module_inputs_func) and `optim_db` (optim_cls, optim_inputs_func).
 
-Importing them freezes torch.backends' flags in the process, so a test does it in a separate process.
+The import of the databases freezes the flags of torch.backends in the process, so tests import them in a separate
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Entries that name a function and call it by another order of arguments: the function's own.
+# Entries of op_db with another order of arguments than the function: conversion to the order of the function.
 ORDERS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "einsum": lambda tensors, equation: (equation, *tensors),
     "nn.functional.embedding": lambda weight, indices: (indices, weight),
@@ -34,7 +34,7 @@ DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex12
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one call."""
+    """Arguments of one call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,19 +42,19 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """An entry of op_db. names: its name and aliases; variant: a word if a name has several entries."""
+    """Entry of op_db with its name and aliases, and a variant if several entries have the same name."""
 
     names: tuple[str, ...]
     variant: str
     entry: Any
 
     def as_function(self, call: Call) -> Call:
-        """The call in the order of arguments of the function that has its name."""
+        """Return the call with its arguments in the order of the function."""
         order = ORDERS.get(self.entry.name)
         return call if order is None else Call(args=order(*call.args), kwargs=call.kwargs)
 
     def samples(self, most: int) -> list[Call]:
-        """Calls that torch's own tests make, on tensors of the first dtype of DTYPES that it supports."""
+        """Return calls of torch's tests, on tensors of the first supported dtype of DTYPES."""
         dtype = next((one for one in DTYPES if self.entry.supports_dtype(one, "cpu")), None)
         if dtype is None:
             return []
@@ -70,13 +70,13 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """An entry of module_db: a class of torch.nn, and its construction and calls in torch's tests."""
+    """Entry of module_db: a class of torch.nn, with its construction and calls in torch's tests."""
 
     kind: type[torch.nn.Module]
     entry: Any
 
     def cases(self, *, training: bool) -> list[tuple[Call, Call]]:
-        """Pairs of the constructor's arguments and the forward's, in float64."""
+        """Return pairs of the arguments of the constructor and of the forward, in float64."""
         torch.manual_seed(0)
         made = self.entry.module_inputs_func(
             self.entry, device="cpu", dtype=torch.float64, requires_grad=True, training=training
@@ -92,7 +92,7 @@ class Module:
 
 
 def operators() -> list[Operator]:
-    """Every entry of op_db, in its order."""
+    """Return all entries of op_db in order."""
     _import()
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -107,7 +107,7 @@ def operators() -> list[Operator]:
 
 
 def modules() -> Iterator[Module]:
-    """Every entry of module_db, in its order."""
+    """Yield all entries of module_db in order."""
     _import()
     from torch.testing._internal.common_modules import module_db
 
@@ -115,7 +115,7 @@ def modules() -> Iterator[Module]:
 
 
 def optimizers() -> list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]]:
-    """Every optimizer of optim_db, with the arguments of each of its cases."""
+    """Return all optimizers of optim_db, with the arguments of their cases."""
     _import()
     from torch.testing._internal.common_optimizers import optim_db
 
@@ -123,7 +123,7 @@ def optimizers() -> list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]
 
 
 def _import() -> None:
-    # The databases import a package for tests whose output is in their source, and use nothing of it.
+    # The databases import expecttest, which is not installed, and do not use it.
     if "expecttest" not in sys.modules:
         stand_in = types.ModuleType("expecttest")
         vars(stand_in)["TestCase"] = unittest.TestCase
@@ -132,5 +132,5 @@ def _import() -> None:
         warnings.simplefilter("ignore")
         import torch.testing._internal.common_methods_invocations
         import torch.testing._internal.common_modules
-    # A run sets the flags that the databases freeze.
+    # Unfreeze the flags of torch.backends, because a run sets them.
     torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True

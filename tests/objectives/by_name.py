@@ -1,4 +1,4 @@
-"""A data set with named entries, a network with named outputs and a user's loss, for test_losses_by_name.py."""
+"""Data set with named entries, network with named outputs and loss of a user, for test_losses_by_name.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rows(Dataset):
 
 
 class Outputs(nn.Module):
-    """mean and variance `[B, 3]`, three embeddings `[B, 2]`, two scores `[B]`, frames `[8, B, CLASSES]` of log(p)."""
+    """Network with named outputs: mean and variance `[B, 3]`, embeddings `[B, 2]`, scores `[B]`, log(p) of 8 frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Outputs(nn.Module):
 
 
 class Quantile(nn.Module):
-    """The pinball loss of a low and a high quantile; divides by the samples whose target is not negative."""
+    """Mean pinball loss of a low and a high quantile over the samples with a target that is not negative."""
 
     def forward(self, target: Tensor, low: Tensor, high: Tensor) -> Tensor:
         counted = (target[:, 0] >= 0).to(low.dtype)

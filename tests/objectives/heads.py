@@ -1,4 +1,4 @@
-"""A data set of three targets, none of them called target, and a network of three heads, for tests of metrics."""
+"""Data set with several named targets and network with several heads, for tests of metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rows(Dataset):
 
 
 class Heads(nn.Module):
-    """digits `[B, 10]`, kinds `[B, 3]`, sided `[B]` and years `[B]`."""
+    """Network with the outputs digits `[B, 10]`, kinds `[B, 3]`, sided `[B]` and years `[B]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Fails(Callback):
 
 
 class Own(Metric):
-    """A user's metric, which the check does not call: it would fail on the stand-ins of a network's output."""
+    """Metric of a user that the check does not call, because it would fail on the generated outputs."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of penalties in training, with mixed precision and ranks, against float64."""
+"""Tests of gradient penalties in training, with mixed precision and several ranks, compared with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.numeric
 QUIET = ["metrics=[]", "hooks=[]", "logger=[]", "test=false", "trainer.limit_val_batches=0"]
 QUIET += ["checkpoint.save_best=false", "monitor=loss/train"]
 PLAIN_SGD = ["optimizer=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0"]
-# A step of plain SGD with the learning rate 1 is the gradient.
+# One step of plain SGD with learning rate 1 changes the weights by the gradient.
 ONE_STEP = [*QUIET, *PLAIN_SGD, "optimizer.lr=1.0", "trainer.max_steps=1"]
 EXACT = {"r1": [], "jacobian": ["objective.jacobian.projections=null"]}
 
@@ -71,7 +71,7 @@ def norm(tensors: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(("word", "most"), [("fp32", 1e-5), pytest.param("fp16", 5e-3, marks=pytest.mark.slow)])
 def test_penalties_of_ranks_equal_those_of_one_process(ranks: Any, word: str, most: float) -> None:
-    # 60 samples in batches of 25: three ranks have 9, 8 and 8 samples, and 4, 3 and 3 of the last batch.
+    # 60 samples in batches of 25: three ranks have 9, 8 and 8 samples of a batch, and 4, 3 and 3 of the last one.
     command = ["objective=[cross_entropy,r1,jacobian]", "objective.r1.weight=0.5", *EXACT["jacobian"], *QUIET]
     command += [*PLAIN_SGD, "data.batch_size=25", "data.parts.train=60", "trainer.max_epochs=3", f"precision={word}"]
     command += ["trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.5", "optimizer.lr=0.05"]

@@ -1,4 +1,4 @@
-"""Tests of losses of several named values, against a training loop by hand."""
+"""Tests of losses with several named values, compared with a training loop by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def importable(monkeypatch, tmp_path):
 @pytest.mark.any_processor
 @pytest.mark.parametrize("name", [*FAMILY, "own"])
 def test_a_run_equals_a_training_loop(name) -> None:
-    # One batch has all samples, so that their order changes the sum by rounding only.
+    # One batch has all samples, so that their order changes the sum only by rounding.
     module = importlib.import_module("by_name")
     loss = module.Quantile() if name == "own" else getattr(nn, name)()
     inputs = OWN if name == "own" else FAMILY[name]
@@ -114,7 +114,7 @@ BESIDE = term("torch.nn.MSELoss", FAMILY["MSELoss"])
         (["+objective=r1", "objective.r1.input=inputs"], "objective.r1.input", "which neither network nor batch gives"),
         ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse"], "objective.mse.target", "which both network"),
         ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "with output or target"),
-        # One cause at several keys is one error.
+        # The same wrong name in several keys is one error.
         (["objective.cross_entropy.target=goal", "+metrics.accuracy.target=goal"], "objective.cross_entropy.target",
          "neither network nor batch gives, read by objective.cross_entropy.target, metrics.accuracy.target"),
         ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse", "metrics=[mae]"], "objective.mse.target",

@@ -1,4 +1,4 @@
-"""Tests of metrics of several heads, with one value or several, against torchmetrics."""
+"""Tests of metrics of several heads, with one or several values, compared with torchmetrics."""
 
 from __future__ import annotations
 

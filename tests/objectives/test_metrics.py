@@ -1,4 +1,4 @@
-"""Tests of metrics over several batches, against scikit-learn and formulas."""
+"""Tests of metrics over several batches, compared with scikit-learn and formulas."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_bits_per_character_and_perplexity_follow_their_formulas(inner: tuple[in
 
 
 def of_parts(measure: Measure, columns: dict[str, torch.Tensor], sizes: Sequence[int] = (64, 31, 1, 104)) -> Any:
-    """The value of a measure over batches of several sizes."""
+    """Return the value of a measure over batches of several sizes."""
     for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         measure.update({name: column[start : start + size] for name, column in columns.items()})
     (number,) = measure.compute().values()
@@ -106,7 +106,7 @@ def two_shares(rank: Any, *, offset: float) -> float:
     target = offset + torch.randn(50, generator=draw, dtype=torch.float64)
     output = target + torch.randn(50, generator=draw, dtype=torch.float64) / 10
     measure = as_measure("r2", R2())
-    if rank.global_rank < 2:  # another rank has no sample
+    if rank.global_rank < 2:  # the other ranks have no samples
         own = slice(0, 13) if rank.is_first else slice(13, 50)
         measure.update({"output": output[own], "target": target[own]})
     (number,) = measure.compute().values()
@@ -131,7 +131,7 @@ def test_areas_equal_scikit_learn_where_probabilities_saturate(offset: float, sc
     for metric, theirs in ((BinaryAUROC(), roc_auc_score), (BinaryAveragePrecision(), average_precision_score)):
         measure = replace(as_measure("area", metric), are_scores=are_scores)
         assert of_parts(measure, given) == pytest.approx(theirs(target, scores), rel=1e-6)
-    # Of classes: scores far apart, of which all but one are far below the others.
+    # Scores of classes that are far apart, of which all except one are far below the others.
     classes = torch.randint(CLASSES, (200,), generator=draw)
     scores = torch.randn(200, CLASSES, generator=draw).double() * scale + offset * functional.one_hot(classes, CLASSES)
     odds = scores - torch.stack(

@@ -1,4 +1,4 @@
-"""Tests of functions that map the tensors of nested data and keep its classes."""
+"""Tests of functions that map the tensors in nested data and keep the container classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of loss terms and their sum: formulas in float64, precision under autocast, and errors of shapes."""
+"""Tests of loss terms and their sum: formulas in float64, precision under autocast, and errors about shapes."""
 
 # ruff: noqa: E501   whole messages are compared
 

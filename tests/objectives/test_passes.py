@@ -1,4 +1,4 @@
-"""Tests of Passes, which gives terms more than one forward and one backward pass."""
+"""Tests of Passes, which lets terms run more than one forward and one backward pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mlp() -> nn.Module:
 
 
 class Slope(nn.Module):
-    """A loss of a user that needs the gradients of the inputs."""
+    """Loss of a user that needs gradients with respect to the inputs."""
 
     needs = ("input_gradients",)
 
@@ -131,7 +131,7 @@ def test_gradients_of_several_values_are_returned() -> None:
 @pytest.mark.parametrize("scale", [65536.0, torch.tensor(65536.0)], ids=["float", "tensor"])
 def test_a_loss_scale_prevents_underflow(scale: float | Tensor) -> None:
     model, x = mlp(), sample(4, 4)
-    with torch.no_grad():  # slopes of about 1e-8, which float16 rounds to 0 unless they are scaled
+    with torch.no_grad():  # slopes of about 1e-8, which float16 rounds to 0 without a scale
         model[0].weight.mul_(4e-4)
         model[2].weight.mul_(4e-4)
     found = {}
@@ -153,7 +153,7 @@ def test_modules_run_in_the_requested_precision() -> None:
     model = SequentialModel(layers={"first": nn.Linear(4, 8), "second": nn.Linear(8, 3)})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         passes = Passes(network=model, run=run, data=(sample(2, 4), sample(2, 3)))
-        with torch.autocast("cpu", enabled=False):  # as the objective calls its terms
+        with torch.autocast("cpu", enabled=False):  # the objective calls terms like this
             assert passes.call("first", sample(2, 4)).dtype == torch.bfloat16
             assert passes.call("first", sample(2, 4), precision="full").dtype == torch.float32
             assert passes.run()["output"].dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""A fused optimizer steps bit for bit the same without its bookkeeping."""
+"""DirectStep, a fused step without the optimizer's bookkeeping, equals the optimizer's step bit for bit."""
 
 import copy
 
@@ -53,7 +53,7 @@ def compare_steps(name):
         inputs = torch.randn(16, 4, generator=generator)
         for module, make in ((usual, first.step), (direct, step)):
             module.zero_grad()
-            if number in (2, 7):  # without a gradient for the last layer
+            if number in (2, 7):  # in these steps the last layer has no gradient
                 module[:3](inputs).square().mean().backward()
             else:
                 module(inputs).square().mean().backward()
@@ -96,7 +96,7 @@ def test_only_observed_steps_go_through_the_optimizer():
         assert len(calls) == 6
         train(2)
         assert len(calls) == 6
-        step = DirectStep(optimizer)  # as the loop does after each epoch
+        step = DirectStep(optimizer)  # the loop does this after each epoch
         train(2)
         assert len(calls) == 6
 
@@ -135,7 +135,7 @@ def test_steps_of_several_optimizers_stay_separate():
         fused = {} if kind is torch.optim.RMSprop else {"fused": True}
         modules = network(), network()
         pairs.append((modules, [kind(grouped(module), **fused, **options) for module in modules]))
-    # Not in the order of the groups.
+    # The order of the parameters differs from that of the groups.
     parameters = [list(reversed([*modules[1].parameters()])) for modules, _ in pairs]
     steps = DirectSteps([optimizers[1] for _, optimizers in pairs], parameters)
     generator = torch.Generator().manual_seed(1)

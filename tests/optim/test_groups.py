@@ -1,4 +1,4 @@
-"""Parameter groups: each trained parameter is in one group with the right options, or an error says why not."""
+"""Parameter groups: each trained parameter is in one group with the right options, or an error has the reason."""
 
 # ruff: noqa: E501   a message is compared whole
 
@@ -21,7 +21,7 @@ AdamW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
 class RootMeanSquareNorm(nn.Module):
-    """A norm that a user wrote."""
+    """Norm layer of a user."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_patterns_options_and_exemption_reach_the_optimizer() -> None:
         "head": (0.01, 0.1, (0.5, 0.9)),
     }
     found = named(network, optimizer.param_groups)
-    assert found["head"] == ["embedding.weight"]  # tied, and known by both names
+    assert found["head"] == ["embedding.weight"]  # a tied weight, which matches by both names
     assert "position" in found["default_exempt"]
 
 
@@ -172,7 +172,7 @@ def test_groups_partition_the_trained_parameters(data: st.DataObject, kinds: lis
     network = nn.ModuleDict(layers)
     for parameter in network.parameters():
         parameter.requires_grad_(data.draw(st.booleans()))
-    # A random assignment of layers to groups or to none.
+    # Draw a group or none for each layer.
     owner = {name: data.draw(st.sampled_from(["a", "b", None])) for name in layers}
     groups = {
         group: {"parameters": [f"{name}.*" for name in layers if owner[name] == group], "lr": 0.5}
@@ -254,7 +254,7 @@ def test_unknown_and_wrong_options_are_errors() -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_fused_is_the_default_if_torch_has_it(name: str) -> None:
-    """Relies on torch.utils._foreach_utils._get_fused_kernels_supported_devices; seen in torch 2.13."""
+    """exp uses the private torch.utils._foreach_utils._get_fused_kernels_supported_devices of torch 2.13."""
     factory = functools.partial(getattr(torch.optim, name), lr=0.1)
     network = nn.Linear(2, 2)
 

@@ -1,4 +1,4 @@
-"""Schedules: learning rates of each group equal those of torch and of formulas, also after a resume."""
+"""Schedules: the learning rates of each group equal those of torch and of formulas, also after a resume."""
 
 # ruff: noqa: E501   a message is compared whole
 
@@ -32,7 +32,7 @@ def sgd(momentum: float = 0.9) -> torch.optim.Optimizer:
 
 
 def rates(schedule: Any, steps: int) -> list[tuple[float, ...]]:
-    """Return the rates of steps 1, 2, ..., by group."""
+    """Return the learning rates of all groups for steps 1, 2, ..."""
     optimizer = schedule.optimizer
     seen = []
     for _ in range(steps):
@@ -51,7 +51,7 @@ def close(left: list[tuple[float, ...]], right: list[tuple[float, ...]]) -> None
 def test_cosine_equals_torchs_warm_up_and_cosine(total: int, share: float, end: float) -> None:
     warmup = min(int(share * total), total - 1)
     ours = rates(Cosine(sgd(), total_steps=total, warmup_steps=warmup, end_factor=end), total + 1)
-    for group, rate in enumerate(RATES):  # torch's eta_min is one number: a reference for each group
+    for group, rate in enumerate(RATES):  # each group has its own reference, because torch's eta_min is a single number
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
         down = lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - warmup, eta_min=end * rate)
         reference: Any = down
@@ -292,7 +292,7 @@ def test_a_schedule_of_the_same_length_stays_as_it_was(name: str) -> None:
     make = {**OF_A_LENGTH, "steps": lambda optimizer, _: lr_scheduler.StepLR(optimizer, 2)}[name]
     before = make(sgd(), 12)
     rates(before, 9)
-    before.optimizer.param_groups[0]["lr"] *= 0.7  # a hook's
+    before.optimizer.param_groups[0]["lr"] *= 0.7  # as a hook may do
     again = make(sgd(), 12)
     fresh = ScheduleState.of(again)
     ScheduleState.of(before).put_into(again)

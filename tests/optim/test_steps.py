@@ -1,4 +1,4 @@
-"""Optimizers that cannot step in a run are refused by a trial step; sparse gradients are stepped as torch does."""
+"""A trial step refuses optimizers that cannot step in a run, and sparse gradients give the same step as in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exp.optim.optimizer import Optimization
 
 
 class AroundTheClosure(torch.optim.SGD):
-    """Climbs by the present gradients and then calls for others, as sharpness-aware minimization does."""
+    """Optimizer that ascends along the gradients and then calls the closure, as sharpness-aware minimization does."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -27,7 +27,7 @@ class AroundTheClosure(torch.optim.SGD):
 
 
 class Twice(torch.optim.SGD):
-    """Calls the closure twice, which works if there is one."""
+    """Optimizer that calls the closure twice if it gets one."""
 
     def step(self, closure: Any) -> None:  # type: ignore[override]
         closure()
@@ -37,7 +37,7 @@ class Twice(torch.optim.SGD):
 
 
 class TwoSets(torch.optim.SGD):
-    """Has train and eval, as schedule-free optimizers do."""
+    """Optimizer with methods train and eval, like schedule-free optimizers."""
 
     def train(self) -> None: ...
 
@@ -84,7 +84,9 @@ def test_an_optimizer_of_a_phase_has_no_closure() -> None:
 
 
 @pytest.mark.numeric
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's, for any embedding
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled"
+)  # torch warns for any sparse embedding
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradients_are_stepped_without_fused(kind: type[torch.optim.Optimizer]) -> None:
     def trained(make: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Samples of a user; parameters select what is wrong with sample 5 or sample 70."""
+"""Data set of a user; its parameters select an error in all samples, in sample 5 or in sample 70."""
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -75,7 +75,7 @@ class Gathered:
 
 
 class Twice:
-    """Puts each sample into two rows of the batch."""
+    """Collate function that puts each sample into two rows of the batch."""
 
     def __call__(self, samples):
         inputs, targets = torch.utils.data.default_collate(samples)

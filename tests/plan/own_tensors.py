@@ -1,4 +1,4 @@
-"""Samples of a user's own of any shapes and dtypes."""
+"""Data set and networks of a user, with inputs of any shape and dtype."""
 
 import torch
 from torch import nn
@@ -6,7 +6,13 @@ from torch.utils.data import Dataset
 
 
 class Tensors(Dataset):
-    """values: name to [shape, dtype] of each input; classes: of the target, 0 for a target of `numbers` numbers."""
+    """Data set of ones.
+
+    Args:
+        values: [shape, dtype] of each input
+        classes: number of classes of the target; 0 for targets of numbers
+        numbers: numbers per target
+    """
 
     def __init__(self, *, values, classes=3, numbers=1):
         self.values, self.classes, self.numbers = values, classes, numbers

@@ -1,4 +1,4 @@
-"""Samples of a user that a loss refuses or trains wrongly with are errors, before the run or when it reads them."""
+"""Wrong samples, which a loss refuses or uses wrongly, are errors before the run or when the run reads them."""
 
 import shutil
 import sys

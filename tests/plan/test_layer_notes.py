@@ -1,4 +1,4 @@
-"""Layers whose parameters get no gradient are noted with their key; a healthy network has no note."""
+"""Layers without gradients get a note with their key, and other networks get no note."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def head() -> nn.Module:
 
 
 class Torchs(nn.Module):
-    """A network of a user that calls its layers in another order than it declares them."""
+    """Network of a user with an unused layer, and with layers declared in another order than they are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ WRONG = {
 
 
 class Scaled(nn.Module):
-    """Two parameters, and a linear layer of which only the weight is used."""
+    """Network with two parameters, and a linear layer that is not called and lends its weight to F.linear."""
 
     def __init__(self, *, uses: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_layer_without_effect_is_noted_once(name: str) -> None:
 
 
 class Attention(nn.Module):
-    """An encoder of torch. Its attention reads the weights of a layer that it never calls."""
+    """Network with torch's encoder, whose attention reads the weights of a layer without a call of the layer."""
 
     def __init__(self) -> None:
         super().__init__()

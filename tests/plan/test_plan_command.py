@@ -1,4 +1,4 @@
-"""python -m exp.plan: its output and errors, FLOPs, the largest batch, savings and the search for the fastest run."""
+"""python -m exp.plan: output, errors, FLOPs, largest batch, savings, and the search for the fastest run."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_flops_are_those_of_throughput_mfu(overrides: str) -> None:
     batch = decided.data.first_samples("train", seconds=1)
     counted = decided._flops(batch)
     per_sample = found.estimate().figures.flops() / decided.plain["data"]["batch_size"]
-    # The LSTM of oneDNN also computes gradients of the input and of the first state.
+    # oneDNN's LSTM also computes the gradients of the input and of the initial state.
     assert per_sample == pytest.approx(counted.total, rel=0.1 if "torch.nn.LSTM" in overrides else 1e-6)
 
 
 def test_each_layer_has_its_own_share() -> None:
     estimate = estimator("model=gpt", *TEXT, "model.layers.blocks.repeat=3", "precision=bf16").estimate()
     rows = {row.path: row for row in layer_rows(estimate)}
-    # A linear layer: forward, and the gradients of its input and its weight; 64 samples of 64 tokens.
+    # A linear layer computes the output and the gradients of input and weight, for 64 samples of 64 tokens.
     assert rows["blocks.1.expand"].flops == 3 * 2 * 64 * 64 * 64 * 256
-    # Two products of queries, keys and values a head, and twice as many in the backward.
+    # Attention has two matrix products, and four in the backward.
     assert rows["blocks.1"].flops == 3 * 2 * 2 * 64 * 64 * 64 * 64
     assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in estimate.network.parameters())
     assert sum(row.activations for row in rows.values()) == estimate.figures.activations
@@ -86,7 +86,7 @@ def test_the_largest_batch_fits_and_a_larger_does_not() -> None:
 
 
 def test_a_step_bound_by_arithmetic_takes_flops_over_peak() -> None:
-    # Large products: 3 of forward and backward, of 4096 samples.
+    # Large matrix products, which are limited by arithmetic.
     overrides = ("model=sequential", "strategy=single", "data.batch_size=4096")
     found = estimator(*overrides, "model.layers.hidden.out_features=8192", "model.layers.hidden2.out_features=8192")
     estimate = found.estimate()
@@ -136,7 +136,7 @@ def test_a_rank_of_a_pipeline_calls_its_own_operators(capsys: pytest.CaptureFixt
     run = ("model=lenet", "savings=false", "data.batch_size=64")
     alone = planned(capsys, *run, "device=1xA100", "strategy=single")["time"]
     piped = planned(capsys, *run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8")["time"]
-    # Half of the operators, eight times, and while one micro-batch fills the pipeline it waits.
+    # A rank calls half of the operators for each of 8 micro-batches, and waits for the time of one micro-batch.
     assert piped["overhead"] == pytest.approx(alone["overhead"] / 2 * 9)
     assert piped["flops"] == pytest.approx(alone["flops"] / 2)
 
@@ -226,7 +226,7 @@ def test_unknown_figures_are_noted(capsys: pytest.CaptureFixture[str], monkeypat
     assert any("your training_step" in note for note in lit["notes"])
     branching = planned(capsys, "model=branching", "launch.accelerator=cpu", "savings=false")
     assert any("taken as 1" in note for note in branching["notes"])
-    # The input of the layer, and for the product its output; the factor 2 keeps nothing.
+    # The layer keeps its input, and the product keeps the output of the layer.
     assert branching["ranks"][0]["activations"] >= 4 * 64 * (64 + 10)
     numbers = planned(capsys, "model=numbers", "launch.accelerator=cpu", "savings=false")
     assert numbers["ranks"][0]["activations"] is None
@@ -264,7 +264,7 @@ def test_a_search_takes_the_fewest_micro_batches(capsys: pytest.CaptureFixture[s
     assert found["command"].startswith("python -m exp.train model=resnet strategy=")
     words = [*shlex.split(found["command"])[3:], "device=2xH100", "savings=false"]
     assert planned(capsys, *words)["ranks"][0]["total"] == found["fitting"][0]["total"]
-    # Half as many micro-batches of ddp do not fit.
+    # With ddp, a batch twice as large does not fit.
     precision = f"precision={ways['strategy=ddp']['precision']}"
     words = ["model=resnet", "device=2xH100", "savings=false", "strategy=ddp", precision]
     words.append(f"data.batch_size={2 * batch}")

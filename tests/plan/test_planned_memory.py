@@ -1,4 +1,4 @@
-"""The memory that exp.plan predicts, compared with a step that runs: equal to the byte, activations to 1 %."""
+"""The memory that exp.plan predicts equals that of a real step, activations to 1 percent and the rest to the byte."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PARTS = ("parameters", "gradients", "optimizer", "activations")
 ONE = ("strategy=single", "launch.accelerator=cpu")
 CONF = Path(exp.__file__).parent / "conf"
 TEXT = ("data=text", "data.dataset.files=text.txt", "model=gpt")
-# The words of each model; gan has phases.
+# Overrides of each model, except gan, which needs phases.
 MODELS = {path.stem: (f"model={path.stem}",) for path in (CONF / "model").glob("*.yaml") if path.stem != "gan"}
 MODELS |= {"gpt": TEXT, "domain_adversarial": ("experiment=domain_adversarial",)}
-# Muon and SparseAdam refuse the parameters of a GPT. The state of LBFGS grows from step to step, which a note says.
+# Muon and SparseAdam refuse the parameters of a GPT. The state of LBFGS grows with each step.
 OPTIMIZERS = {path.stem for path in (CONF / "optimizer").glob("*.yaml")} - {"muon", "sparse_adam", "lbfgs"}
 OTHERS = [
     ("model=mlp", "freeze.parameters=[stem.*]"),
@@ -64,7 +64,7 @@ def decided(*overrides: str) -> Plan:
 
 
 def one_step(run: Plan, *, recomputed: tuple[str, ...] = ()) -> dict[str, int]:
-    """Return the four parts of a step by hand, with real tensors, as the hook memory counts them."""
+    """Make one step with real tensors, and return its four parts as the hook memory counts them."""
     settings, network = run.settings, build_network(run.settings, run.spec)
     precision = build_run_precision(settings, device_type="cpu")
     precision.convert_module(network)
@@ -120,7 +120,7 @@ def require_equal_recomputed(*overrides: str) -> None:
     run = decided(*overrides, *ONE)
     network = run.network
     assert network is not None
-    # The outermost layers that are called, one by one.
+    # Types of the outermost layers that are called.
     outer = {type(module).__name__ for module in network.children() if not isinstance(module, torch.nn.ModuleList)}
     outer |= {type(layer).__name__ for module in network.children() for layer in module.children()}
     patterns = tuple(sorted(outer - {"ModuleList", "ModuleDict", "ParameterList", "ParameterDict"}))
@@ -137,7 +137,7 @@ def test_the_memory_of_recomputed_activations() -> None:
 
 @pytest.mark.slow
 def test_the_memory_of_every_recomputed_model(share: Any) -> None:
-    # A parameter_dict calls no layer.
+    # The model parameter_dict has no layers.
     models = [words for name, words in MODELS.items() if name != "parameter_dict"]
     for words, precision in share.of(list(itertools.product(models, ("fp32", "bf16")))):
         require_equal_recomputed(*words, f"precision={precision}")
@@ -160,7 +160,7 @@ def test_the_largest_phase_counts(experiment: str) -> None:
         *(
             pytest.param(count, words, marks=pytest.mark.slow)
             for count, words in [
-                # Rows that three ranks do not divide.
+                # Three ranks get different numbers of rows.
                 (3, ("strategy=fsdp", "precision=bf16")),
                 (2, ("strategy=tensor_parallel",)),
                 (2, ("strategy=ddp", "data.batch_size=33")),
@@ -178,7 +178,7 @@ def test_the_memory_of_each_rank(count: int, overrides: tuple[str, ...], ranks) 
     for part in PARTS:
         found = [place.parts[part] for place in places]
         real = {word: values[f"memory/{part}_mib/{word}"][1] * MIB for word in ("min", "max")}
-        if part == "activations":  # of the ranks with most samples; those of a pipeline are an estimate
+        if part == "activations":  # compared for the ranks with most samples; a pipeline has only an estimate
             assert "strategy=pipeline" in overrides or max(found) == real["max"]
         else:
             assert {"min": min(found), "max": max(found)} == real, part

@@ -1,4 +1,4 @@
-"""A checkpoint is compared with the config that resumes it, before anything is created."""
+"""A config that resumes is compared with its checkpoint before anything is created."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_only_what_changes_steps_is_noted(finished):
     assert "its losses may differ" in note
     (note,) = notes(*same, "trainer.gradient_clip_val=1", "trainer.accumulate_grad_batches=2", "data.batch_size=32")
     assert "trainer.gradient_clip_val was None and is 1" in note
-    # Evaluation takes no step.
+    # An evaluation makes no steps, so the precision of training does not matter.
     assert not notes(f"resume={finished}", "model=lenet", "train=false", "precision=bf16")
 
 
@@ -92,14 +92,14 @@ def test_a_run_resumes_in_another_precision(finished, caplog):
     report = exp.fit(exp.compose([f"resume={finished}", *same, "trainer.max_epochs=3", "precision=bf16_true"]))
     assert "precision.word was fp32 and is bf16_true" in caplog.text
     assert (report.epochs, report.precision) == (3, "bf16_true")
-    # And back: the states of float32 are made from those of bfloat16.
+    # Back to float32 weights: the optimizer state is converted from bfloat16.
     last = f"{report.directory}/checkpoints/last.ckpt"
     report = exp.fit(exp.compose([f"resume={last}", *same, "trainer.max_epochs=4", "precision=fp16"]))
     assert "precision.word was bf16_true and is fp16" in caplog.text
     assert report.epochs == 4
 
 
-# Edits of a checkpoint whose file stays readable, and the message.
+# Edits of a checkpoint that can still be read, and the error message.
 EDITS = {
     "no_optimizer": (lambda held: held.update(optimizer_states=[]), "whose optimizer_states is []"),
     "fewer_weights": (

@@ -1,7 +1,7 @@
-"""An error of shape or dtype names the line of the YAML, the layer, what it is given and what it expects.
+"""Errors about shapes and dtypes have the line of the YAML, the layer, its input, and the expected input.
 
-Each document of shape_errors.yaml is a network of a user. Its first comments are the data, the overrides and parts of
-the message. The wrong line ends in `# <-`.
+Each document of shape_errors.yaml is a network of a user. Its first comments are data, overrides and parts of the
+message. The wrong line ends in `# <-`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ num_classes: {num_classes}
 num_outputs: {num_outputs}
 batch_size: 8
 """
-# By name of a data set: its inputs, each with shape and dtype. The targets of `number` are two numbers.
+# Data set: its inputs with shape and dtype. The targets of `number` are two numbers.
 VALUES = {
     "row": {"input": ([4], "float32")},
     "number": {"input": ([4], "float32")},
@@ -48,7 +48,7 @@ SMALL = ("metrics=[]", "hooks=[]", "logger=[]", "test=false")
 
 @dataclass(frozen=True)
 class Wrong:
-    """A document of shape_errors.yaml. line: of the error in the written file; None is any."""
+    """Document of shape_errors.yaml, with the line of the error in the written file, or None for any line."""
 
     name: str
     data: str

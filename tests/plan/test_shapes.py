@@ -1,4 +1,4 @@
-"""Which values, branches and terms the check of shapes covers; its messages are tested by test_shape_errors.py."""
+"""Values, branches and terms that the check of shapes covers; test_shape_errors.py tests its messages."""
 
 from __future__ import annotations
 

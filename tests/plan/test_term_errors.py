@@ -1,4 +1,4 @@
-"""A term that cannot have what it needs is an error before training."""
+"""A term with missing values or passes is an error before training."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_penalty_needs_a_backward_differentiable_twice(place: int) -> None:
 
 
 class Centers(nn.Module):
-    """A loss that learns, as center loss and ArcFace do."""
+    """Loss with trained parameters, like center loss and ArcFace."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A config that trains badly has a note in its plan; the options of exp have none."""
+"""A config that trains badly has a note in its plan, and the options of exp have no notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_note_names_its_fix(overrides: str, words: list[str]) -> None:
     assert len([note for note in found if all(word in note for word in words)]) == 1, found
 
 
-# gpt, gan and domain_adversarial need their own data or terms. A matrix of parameter_dict learns nothing, as noted.
+# gpt, gan and domain_adversarial need other data or terms. The plan of parameter_dict notes an untrained matrix.
 MODELS = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"gpt", "gan", "domain_adversarial"}
 EXPERIMENTS = {path.stem for path in (CONF / "experiment").glob("*.yaml")} - {"parameter_dict"}
 if not is_installed("tokenizers"):

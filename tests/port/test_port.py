@@ -1,4 +1,4 @@
-"""Tests of the page for users of lightning-hydra-template: a copy of its example, and each command of its README."""
+"""Tests of the page for users of lightning-hydra-template: a copy of its example, and the commands of its README."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [
     for there, here in re.findall(r"^\| (.+?) \| (.+) \|$", TABLE, re.MULTILINE)[1:]
 ]
 COMMANDS = [(there, found[1], found[2]) for there, found in ROWS if found]
-# Errors of devices and packages that may be missing, and of the command that the page says is refused.
+# Errors about devices and packages that may be missing, and about a command that the page describes as refused.
 REFUSED = {
     "launch.accelerator=cuda": "launch.accelerator: 'cuda'",
     "launch.accelerator=mps": "launch.accelerator: 'mps'",
@@ -38,7 +38,7 @@ EPOCHS = ("trainer.min_epochs=3", "trainer.max_epochs=3")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, commands: Any) -> Path:
-    """A copy of the tree of the template, with a run in outputs/first."""
+    """A copy of the template's folders, with a run in outputs/first."""
     place = tmp_path_factory.mktemp("template") / "project"
     shutil.copytree(PROJECT, place, ignore=shutil.ignore_patterns("__pycache__"))
     done = commands.run("experiment=example", *CPU, *EPOCHS, "hydra.run.dir=outputs/first", cwd=place)
@@ -67,7 +67,7 @@ def test_the_example_keeps_its_best_checkpoint(project: Path) -> None:
     assert found["tags"] == ["mnist", "simple_dense_net"]
     assert found["metrics"]["test/acc"] > 0.9
     assert found["best"]["value"] == found["metrics"]["val/acc_best"] > 0.95
-    # The ModelCheckpoint of the template writes to the directory of its config.
+    # The template's ModelCheckpoint writes to the directory in its config.
     assert (project / "outputs" / "checkpoints" / "last.ckpt").exists()
     state = torch.load(project / "outputs" / "first" / "checkpoints" / "best.ckpt", weights_only=True)
     assert state["state_dict"]["net.model.0.weight"].shape == (128, 784)
@@ -75,7 +75,7 @@ def test_the_example_keeps_its_best_checkpoint(project: Path) -> None:
     assert state["lr_schedulers"][0]["patience"] == 10
 
 
-# A search checks several jobs, which takes as much processor time as a test of the fast suite may.
+# The command of a search is slow, because it checks several jobs.
 @pytest.mark.parametrize(
     ("there", "module", "line"),
     [
@@ -95,7 +95,7 @@ def test_each_command_of_the_readme_passes_the_check(
         assert "acc" in done.stdout
         return
     on = [] if any("launch.accelerator=" in word for word in words) else ["launch.accelerator=cpu"]
-    if "-m" in words:  # forks its jobs, which this process cannot because it has threads
+    if "-m" in words:  # a sweep forks its jobs, which this process cannot because it has threads
         done = commands.run(*words, *on, module="exp.check", cwd=inside)
         status, told = done.returncode, done.stderr
     else:

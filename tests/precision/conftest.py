@@ -1,4 +1,4 @@
-"""A run of exp's own parts in this process, from a command line, before it has begun."""
+"""Fixture that builds the parts of a run from a command line without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exp.check.resolution import resolve
 from exp.config.freeze import freeze
 from exp.strategies.rank import ALONE
 
-# Training only, with few steps of few samples, because half precision is slow on a CPU.
+# Only training, with few steps of few samples, because half precision is slow on a CPU.
 SHORT = (
     "hooks=[]", "metrics=[]", "logger=[]", "launch.accelerator=cpu", "strategy=single", "test=false",
     "trainer.enable_progress_bar=false", "trainer.num_sanity_val_steps=0", "trainer.limit_val_batches=1",
@@ -24,7 +24,7 @@ SHORT = (
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
-    """parts("model=mlp", "precision=bf16"): what such a command would train, checked and built."""
+    """A function that checks a command line, and returns the built parts of its run."""
     monkeypatch.chdir(tmp_path)
     runs: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""fp8: refused with a reason without the GPU or the package; else layers of torchao."""
+"""precision=fp8: an error without the GPU or the package, otherwise layers of torchao."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exp.precision.conversion import convert_linear
 from exp.precision.words import float8_error, refuse_without_torchao
 
 HAS_TORCHAO = find_spec("torchao") is not None
-# torchao 0.18 registers enums in a way that torch 2.13 is about to change, and Python 3.12 warns of an escape sequence.
+# torchao 0.18 uses a deprecated registration of torch 2.13, and has an invalid escape sequence for Python 3.12.
 WARNINGS_OF_TORCHAO = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::SyntaxWarning"
 )
@@ -51,11 +51,11 @@ def test_a_run_without_torchao_is_refused() -> None:
 @pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
 @WARNINGS_OF_TORCHAO
 def test_linear_layers_become_float8() -> None:
-    """Emulated: numbers rounded to float8, products in float32."""
+    """The layers are emulated: numbers are rounded to float8, and products are computed in float32."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 10))
     plain, before, keys = copy.deepcopy(network), list(network.parameters()), list(network.state_dict())
-    assert convert_linear(network, kept={"2"}, emulated=True) == ["0"]  # 10 is no multiple of 16
+    assert convert_linear(network, kept={"2"}, emulated=True) == ["0"]  # 10 is not a multiple of 16
     assert [type(layer).__name__ for layer in network] == ["Float8Linear", "GELU", "Linear", "Linear"]
     assert all(a is b for a, b in zip(before, network.parameters(), strict=True))
     assert list(network.state_dict()) == keys
@@ -65,14 +65,14 @@ def test_linear_layers_become_float8() -> None:
         output = network(x)
     output.float().pow(2).mean().backward()
     assert {p.grad.dtype for p in network.parameters()} == {torch.float32}
-    # Three bits of mantissa: a relative error of some per cent.
+    # Three bits of mantissa give a relative error of a few percent.
     assert 1e-3 < (output - plain(x)).norm() / plain(x).norm() < 1e-1
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao, the extra fp8")
 @WARNINGS_OF_TORCHAO
 def test_a_number_of_rows_is_padded_to_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU multiplies float8 over multiples of 16, and the gradient of a weight over the rows of the input."""
+    """Float8 products on a GPU need multiples of 16, also of the input's rows for the gradient of a weight."""
     shapes, product = [], torch._scaled_mm
 
     def counted(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
@@ -103,5 +103,5 @@ def test_a_run_in_float8_on_a_gpu(parts: Callable[..., Parts]) -> None:
         losses.append(float(built.module.last.loss))
     assert type(built.module.network.stem).__name__ == "Float8Linear"
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
-    # In inference mode torchao's layers fail.
+    # torchao's layers fail in inference mode.
     built.trainer.test(built.module, datamodule=built.data)

@@ -1,4 +1,4 @@
-"""The words on a GPU. test_words.py and test_scaler.py test everything except the kernels on CPU."""
+"""Precisions on a GPU. test_words.py and test_scaler.py test everything except the kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_word_trains_to_the_loss_of_float32(word: str, parts: Callable[..., Pa
 
 
 def test_a_step_of_fp16_never_waits_for_the_device(without_waiting: Callable[[], AbstractContextManager[None]]) -> None:
-    """A fused optimizer decides on the device whether it steps, and exp does not read the decision."""
+    """A fused optimizer decides on the device if it skips a step, and exp does not wait for the decision."""
     plugin = build_precision("fp16", device_type="cuda", enabled=True)
     network = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
@@ -36,7 +36,7 @@ def test_a_step_of_fp16_never_waits_for_the_device(without_waiting: Callable[[],
         with plugin.forward_context():
             loss = network(x).float().pow(2).mean()
         plugin.scale(loss).backward()
-        # The first step makes the optimizer's state.
+        # The first step creates the optimizer state, which may wait.
         with without_waiting() if step else nullcontext():
             plugin.unscale(optimizer)
             plugin.step(optimizer)

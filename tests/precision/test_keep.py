@@ -1,4 +1,4 @@
-"""precision.keep: layers with another dtype than the word's, by name or type."""
+"""precision.keep: layers that keep another dtype than that of the precision, by name or type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSFORMER = (
 
 
 class Block(nn.Module):
-    """A block of a user: a norm whose output meets a query, a key and a value, and two outputs by name."""
+    """Attention block of a user with a norm and two named outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 def run(word: str, keep: dict[str, str], network: nn.Module | None = None) -> tuple[nn.Module, Any, Any]:
-    """Run a forward under the word. Returns: network, output, and the plug-in."""
+    """Run a forward with a precision, and return network, output and precision plug-in."""
     torch.manual_seed(0)
     network = network or Block()
     plugin = build_precision(word, device_type="cpu", keep=keep, enabled=word == "fp16")
@@ -55,7 +55,7 @@ def test_a_kept_layer_leaves_autocast(word: str, half: torch.dtype) -> None:
     network, output, plugin = run(word, {"query": "fp32", "norm": "fp32"})
     seen = {}
     for name, module in network.named_children():
-        # The output of a product has the dtype in which the layer computes.
+        # The output of a matrix product has the dtype in which the layer computes.
         module.register_forward_hook(lambda m, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
     x = torch.randn(2, 3, 8)
     with plugin.forward_context():
@@ -63,7 +63,7 @@ def test_a_kept_layer_leaves_autocast(word: str, half: torch.dtype) -> None:
         assert torch.is_autocast_enabled("cpu")
     assert seen["query"] == (F32, F32)
     assert seen["value"][1] == seen["head"][1] == half
-    # Bit for bit what float32 gives for the same input.
+    # The result equals that of float32 bit for bit.
     reference = copy.deepcopy(network.query)
     with plugin.forward_context():
         kept = network.query(x)
@@ -80,7 +80,7 @@ def test_a_kept_layer_of_a_true_word_converts_its_output(word: str, half: torch.
     network, output, _ = run(word, {"norm": "fp32", "torch.nn.Softmax": "fp32"})
     assert {p.dtype for p in network.norm.parameters()} == {F32}
     assert {p.dtype for name, p in network.named_parameters() if not name.startswith("norm")} == {half}
-    # The product of query and norm, and of softmax and value, would not take two dtypes.
+    # The products of query and norm, and of softmax and value, need equal dtypes.
     assert {value.dtype for value in output.values()} == {half}
     sum(value.float().sum() for value in output.values()).backward()
     assert all(p.grad.dtype == p.dtype for p in network.parameters())
@@ -138,7 +138,7 @@ def test_the_later_pattern_counts_in_a_kept_container() -> None:
     seen: list[torch.dtype] = []
     network[0][1].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
     assert network(torch.randn(2, 4)).dtype == BF16
-    assert seen == [F32]  # the dtype of the kept container around the norm
+    assert seen == [F32]  # the container around the norm keeps float32
 
 
 def test_autocast_is_restored_after_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The options of precision and debug: one replaces another completely, and a debug switch sets only the trainer."""
+"""A precision option replaces another one completely, and debug options set only trainer keys and data.shuffle."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_a_command_replaces_the_word_of_an_experiment(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", ["one_batch", "overfit", "few_batches", "profiler", "few_epochs"])
 def test_a_debug_switch_sets_only_the_trainer(name: str) -> None:
     path = CONF / "debug" / f"{name}.yaml"
-    # Hydra reads the header in the first line only, and silently ignores one below another comment.
+    # Hydra reads the header only in the first line, and ignores it after another comment.
     assert path.read_text().startswith("# @package _global_\n")
     option = yaml.safe_load(path.read_text())
-    # An experiment may set two keys of Lightning, which a switch resets.
+    # Debug options also reset two keys of Lightning that an experiment may set.
     known = leaves(read("train.yaml")["trainer"], "trainer") | {"trainer.min_epochs", "trainer.min_steps"}
     assert {leaf for leaf in leaves(option) if leaf.startswith("trainer.")} <= known
     assert {leaf for leaf in leaves(option) if not leaf.startswith("trainer.")} <= {"data.shuffle"}

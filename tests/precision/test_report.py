@@ -1,4 +1,4 @@
-"""The comparison of a precision with float32: its measurements and its command."""
+"""The comparison of a precision with float32: measurements and command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ("data.batch_size=16", "model=mlp", "model.constants.width=16", "launch.
 
 
 class Cube(nn.Module):
-    """300 cubed is too much for float16, and 0.002 cubed too little."""
+    """Layer that computes x**3, which overflows float16 for 300 and underflows for 0.002."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x * x
@@ -35,7 +35,7 @@ class Scale(nn.Module):
 
 
 class Rest(nn.Module):
-    """The part of x that 1 + x keeps: zero if x is below the last place of 1."""
+    """Layer that returns (1 + 0.001 x) - 1, which is zero if 0.001 x is smaller than the precision of 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (1.0 + 1e-3 * x) - 1.0
@@ -54,7 +54,7 @@ def compared(word: str, *layers: nn.Module, keep: dict[str, str] | None = None, 
 
 
 class Switch(nn.Module):
-    """Notes the switches of matrix products and of cuDNN each time that it runs."""
+    """Layer that records torch's settings of matrix products and of cuDNN at each call."""
 
     def __init__(self, seen: list[tuple[str, bool]]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_the_reference_never_runs_in_tensor_float_32(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # torch's default
     seen: list[tuple[str, bool]] = []
     compared(word, Switch(seen))
-    # The reference, and the chosen network with a separate call of each layer.
+    # Calls: the reference, the network in the precision, and the layer alone.
     exact = ("highest", False)
     assert seen[0] == exact
     assert sorted(seen[1:]) == sorted([own, exact])
@@ -98,13 +98,13 @@ def test_errors_are_those_of_the_dtype(word: str, name: str, eps: float) -> None
         assert layer.output_error < 4 * eps
         assert layer.gradient_error < 4 * eps
     linear = comparison.layers[2]
-    # The layer's error for its rounded inputs, in half precision and in float32.
+    # own_error compares the layer in half precision with float32 for the same rounded inputs.
     assert eps / 16 < linear.own_error < eps
     assert comparison.layers[1].own_error == 0.0
 
 
 class Residual(nn.Module):
-    """The operations that torchvision's residual networks do in place: ReLU after BatchNorm, and the sum."""
+    """Network with the in-place operations of torchvision's residual networks: ReLU after BatchNorm, and the sum."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         y = self.norm(self.linear(self.relu(self.norm(self.linear(x)))))
-        y += x  # in both: under autocast the sum of two tensors has another dtype
+        y += x  # in both variants, because under autocast x + y may have another dtype
         y = self.scale(self.relu(y))
         return nn.functional.relu_(y) if self.in_place else nn.functional.relu(y)
 

@@ -1,4 +1,4 @@
-"""The loss scale: equal to the loops of PyTorch's AMP notes bit for bit, and warnings when it keeps falling."""
+"""The loss scale equals that of the loops in PyTorch's AMP notes bit for bit; warnings if it keeps falling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUN = (
 
 
 class Logged(Logger):
-    """Every value by step."""
+    """Logger that keeps the values by tag and step."""
 
     name, version = "logged", "0"
 
@@ -46,7 +46,7 @@ class Logged(Logger):
 
 
 class Infinite(Callback):
-    """Makes one gradient of the forced step infinite, after the last backward of that step, and notes norms."""
+    """Callback that makes a gradient of step FORCED infinite after its last backward, and records gradient norms."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -68,9 +68,10 @@ def norm_of(network: nn.Module) -> float:
 
 
 def by_hand(parts: Parts, **options: Any) -> tuple[nn.Module, list[float], list[float], list[float]]:
-    """AMP notes, "Gradient accumulation" and "Gradient clipping".
+    """Train with the loops "Gradient accumulation" and "Gradient clipping" of PyTorch's AMP notes.
 
-    Returns: the network, and by step: scales, learning rates, norms of unscaled gradients before they are clipped.
+    Returns:
+        network, and for each step the scale, the learning rate, and the norm of unscaled gradients before clipping
     """
     network = copy.deepcopy(parts.module.network)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, **options)
@@ -117,7 +118,7 @@ def test_a_run_equals_the_amp_notes(fused: bool, parts: Callable[..., Parts]) ->
         float(step >= FORCED) for step in steps
     ]
     assert [logged.values["optimizer/lr/default"][step] for step in steps] == rates
-    # Callbacks see true gradients: scaled ones are a thousand times larger.
+    # Callbacks see unscaled gradients. Scaled ones are a thousand times larger.
     assert infinite.norms == norms
     assert scales[-1] > scales[FORCED - 1]
     plugin = built.trainer.precision_plugin
@@ -140,7 +141,7 @@ def two_losses(networks: list[nn.Module], inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_two_networks_equal_the_amp_notes(fused: bool) -> None:
-    """AMP notes, "Working with Multiple Models, Losses, and Optimizers", with an inf in one of the two."""
+    """The loop is "Working with Multiple Models, Losses, and Optimizers" of the AMP notes, with inf in one model."""
     adam = functools.partial(torch.optim.AdamW, lr=1e-2, fused=fused)
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
     networks, scaler = two_networks(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH)
@@ -168,7 +169,7 @@ def test_two_networks_equal_the_amp_notes(fused: bool) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         with plugin.forward_context():
-            # A training step runs under autocast, its backward does not.
+            # Only the forward runs under autocast.
             losses = two_losses(own, inputs)
             with plugin.without_autocast():
                 plugin.scale(losses[0]).backward(retain_graph=True)
@@ -205,9 +206,9 @@ def test_a_step_unscales_gradients_once() -> None:
 
 
 def steps_of_a_rank(rank: Any) -> list[list[tuple[bool, float, float]]]:
-    """Return for each case whether two steps are skipped, the scale and the weight after each.
+    """Return for each case of CASES the results of two steps: is it skipped, the scale and the weight after it.
 
-    The ranks hold parts of one model. Rank 0 has a gradient, or none, or no parameter that learns and no loss.
+    Each rank has a part of one model. Rank 0 has a gradient, no gradient, or no trained parameter.
     """
     found = []
     for fused in (False, True):
@@ -245,7 +246,7 @@ def test_ranks_of_one_model_skip_together(ranks: Any) -> None:
 
 def test_a_scale_that_keeps_falling_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     watch, skipped = ScaleWatch(), 0
-    for step in (1, 2, 4, 8, 16, 50, 100):  # a good start: 16 skips, then a few
+    for step in (1, 2, 4, 8, 16, 50, 100):  # a normal start: the first 16 steps are skipped, and no others
         skipped = min(step, 16)
         watch.see(step=step, loss_scale=2.0, skipped_steps=skipped)
     assert not caplog.records
@@ -257,13 +258,13 @@ def test_a_scale_that_keeps_falling_is_warned_of(caplog: pytest.LogCaptureFixtur
     assert record.message.startswith(message)
     caplog.clear()
     watch = ScaleWatch()
-    watch.see(step=1000, loss_scale=4.0, skipped_steps=500.0)  # resumed: the skips were before it
+    watch.see(step=1000, loss_scale=4.0, skipped_steps=500.0)  # a resumed run, in which all skips are older
     watch.see(step=1050, loss_scale=0.5, skipped_steps=503.0)
     watch.see(step=1100, loss_scale=0.25, skipped_steps=504.0)
     assert [record.message.split(":")[1] for record in caplog.records] == [" the loss scale has fallen to 0.5"]
     caplog.clear()
     watch = ScaleWatch("look there")
-    for step in (1, 11, 21, 31):  # runtime.non_finite=skip, without a scale
+    for step in (1, 11, 21, 31):  # runtime.non_finite=skip has no loss scale
         watch.see(step=step, loss_scale=None, skipped_steps=step)
     message = "step 21: in the last 20 steps optimizers skipped 20 updates: look there"
     assert [record.message for record in caplog.records] == [message]
@@ -284,7 +285,7 @@ def test_a_run_without_finite_gradients_warns(parts: Callable[..., Parts], caplo
 
 
 def test_a_skipped_first_step_leaves_no_momentum() -> None:
-    """torch's fused SGD leaves the memory of a skipped first momentum as it found it, which may be NaN."""
+    """If torch's fused SGD skips its first step, it leaves the new momentum uninitialized, which may be NaN."""
 
     def weights(*, fused: bool) -> tuple[Tensor, Tensor]:
         weight = nn.Parameter(torch.ones(3))

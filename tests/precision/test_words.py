@@ -1,4 +1,4 @@
-"""Words of precision: the dtypes of tensors, the arithmetic, and the tensors that stay unchanged."""
+"""Options of precision: dtypes of tensors, arithmetic, and tensors that keep their dtype."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MODELS = {
         "model.constants.heads=2",
     ),
 }
-# Layers that multiply matrices. Others run in float32 under autocast if they are in torch's lists.
+# Layers with matrix products. Under autocast, other layers may run in float32.
 PRODUCTS = (nn.Linear, nn.Conv2d)
-# word: dtypes of parameters, gradients and state; of the outputs of products; of the loss.
+# Dtype of parameters, gradients and optimizer state; dtype of the outputs of products; dtype of the loss.
 DTYPES = {
     "fp32": (F32, F32, F32),
     "tf32": (F32, F32, F32),
@@ -46,7 +46,7 @@ FAST = [("bf16", "mlp"), ("bf16_true", "mlp"), ("fp16_true", "lenet")]
 
 
 class Watch(torch.autograd.Function):
-    """Notes whether autocast is on in the forward and in the backward."""
+    """Function that records if autocast is on in the forward and in the backward."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, noted: set[tuple[str, bool]]) -> Tensor:
@@ -61,7 +61,7 @@ class Watch(torch.autograd.Function):
 
 
 class Seen(Callback):
-    """The dtypes of a run, read where they are."""
+    """Callback that records the dtypes in a run."""
 
     def __init__(self) -> None:
         self.products: set[torch.dtype] = set()
@@ -115,7 +115,7 @@ def test_every_tensor_has_the_dtype_of_the_word(word: str, model: str, parts: Ca
     assert {value.dtype for value in seen.losses} == {loss}
     assert seen.autocast == {("forward", word in ("bf16", "fp16")), ("backward", False)}
     (optimizer,) = built.trainer.optimizers
-    # torch keeps `step` in float32, whatever the dtype of the parameters.
+    # torch keeps `step` in float32 for all dtypes of parameters.
     state = {v.dtype for values in optimizer.state.values() for key, v in values.items() if key != "step"}
     assert state == {own}
     assert all(value.isfinite() for value in seen.losses)
@@ -125,7 +125,7 @@ def test_every_tensor_has_the_dtype_of_the_word(word: str, model: str, parts: Ca
 
 @pytest.mark.parametrize("word", ["fp64", "bf16"])
 def test_a_run_equals_a_loop_by_hand(word: str, parts: Callable[..., Parts]) -> None:
-    """The loop uses neither Lightning nor exp.precision."""
+    """The loop uses no code of Lightning and exp.precision."""
     run = ("model=lenet", "trainer.max_steps=5", "optimizer=sgd", "optimizer.fused=false")
     by_hand, built = parts(*run), parts(f"precision={word}", *run)
     network = by_hand.module.network.to(F64 if word == "fp64" else F32)
@@ -154,7 +154,7 @@ def test_targets_and_metrics_stay_exact(word: str, own: Any, target: Any, parts:
 
 
 class Statistics(nn.Module):
-    """A batch norm between two convolutions, a table for integers, and a tensor made in the forward."""
+    """Network with an embedding, two convolutions with a batch norm between them, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_a_true_word_converts_buffers_and_inputs(word: str) -> None:
 
 
 def test_running_statistics_converge_under_bfloat16() -> None:
-    """The mean of 100 batches would stay 1 % away in bfloat16."""
+    """With statistics in bfloat16, the mean after 100 batches would have an error of 1 percent."""
     true, plain = nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))
     build_precision("bf16_true", device_type="cpu").convert_module(true)
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def test_a_resumed_run_is_exact(word: str, parts: Callable[..., Parts]) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_an_optimizer_steps_in_half_precision(kind: Any) -> None:
-    """torch 2.13's fused SGD on CPU does not: `fused: null` must not choose it."""
+    """The fused SGD of torch 2.13 does not work on a CPU, so `fused: null` must not select it."""
     options = {} if kind == torch.optim.SGD else {"eps": 1e-3}
     for dtype in (BF16, F16):
         ends = []
@@ -259,7 +259,7 @@ def test_an_optimizer_steps_in_half_precision(kind: Any) -> None:
                     parameter.grad = torch.randn(parameter.shape, generator=generator).to(each)
                 optimizer.step()
             ends.append(network.weight.detach().float())
-        assert (ends[0] - ends[1]).abs().max() < 0.05  # three steps of 0.1; the fused SGD is 0.9 away
+        assert (ends[0] - ends[1]).abs().max() < 0.05  # three steps of 0.1; the fused SGD has an error of 0.9
 
 
 def test_a_wrong_fused_optimizer_is_refused() -> None:
@@ -335,13 +335,13 @@ def test_the_scaler_has_the_settings_of_the_config() -> None:
     assert (plain.is_scaled, plain.loss_scale, plain.skipped_steps) == (False, 1.0, 0.0)
 
 
-# By name: number of ranks.
+# Number of ranks of each strategy.
 STRATEGIES = {"layer_split": 1, "pipeline": 2, "fsdp": 2, "tensor_parallel": 2, "ddp": 2}
 
 
 @pytest.mark.slow
 def test_every_word_with_every_strategy_and_model(ranks: Any, share: Any) -> None:
-    """Half of the words keep layers: the last layer's output reaches the loss before it is rounded."""
+    """Half of the cases keep the linear layers in float32, so that the loss gets the last output without rounding."""
     run = (
         *("hooks=[]", "logger=[]", "metrics=[]", "launch.accelerator=cpu", "trainer.max_steps=3", "optimizer=sgd"),
         *("trainer.max_epochs=-1", "data.batch_size=16", "trainer.limit_val_batches=1", "optimizer.lr=0.01"),

@@ -15,7 +15,7 @@ def digits(folder: Path, *, train: bool) -> TensorDataset:
 
 
 class MNISTDataModule(LightningDataModule):
-    """The data module of the template: its constructor, its hooks, and its batch size for each rank."""
+    """Data module of the template, with its constructor, its hooks, and a batch size per rank."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from torchmetrics.classification.accuracy import Accuracy
 
 
 class MNISTLitModule(LightningModule):
-    """The module of the template: its constructor, hooks, metrics and names of logged values."""
+    """LightningModule of the template, with its constructor, hooks, metrics and names of logged values."""
 
     def __init__(
         self,
@@ -17,7 +17,7 @@ class MNISTLitModule(LightningModule):
         compile: bool,
     ) -> None:
         super().__init__()
-        # Lightning warns that the network is a hyperparameter, too.
+        # Without logger=False, Lightning warns that the network is a hyperparameter.
         self.save_hyperparameters(logger=False)
         self.net = net
         self.criterion = torch.nn.CrossEntropyLoss()
@@ -59,7 +59,7 @@ class MNISTLitModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.val_acc_best(self.val_acc.compute())
-        # The metric itself would be reset at the end of the epoch.
+        # Lightning would reset a logged metric object at the end of the epoch.
         self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
 
     def test_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:

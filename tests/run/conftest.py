@@ -1,4 +1,4 @@
-"""Fixtures of the tests of runs: an empty working directory with the files of a user."""
+"""Fixtures of the tests of runs: a working directory with files of a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make an empty folder the working directory, and forget the modules that a test imported from it."""
+    """Change to an empty working directory, and remove modules imported from it after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
@@ -24,7 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, str], None]:
-    """A function that writes a file of the user, by its path below the working directory."""
+    """A function that writes a file at a path relative to the working directory."""
 
     def write(name: str, text: str) -> None:
         path = tmp_path / name

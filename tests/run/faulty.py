@@ -1,4 +1,4 @@
-"""User-defined parts of a run. Each raises an exception at a place that its arguments choose."""
+"""User-defined parts of a run. Each raises an exception at a place that its arguments select."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def fail(error):
 
 
 class Rows(Dataset):
-    """80 samples, of which sample 40 raises `error`. `length` raises in `__len__`, `killed` ends the process."""
+    """Data set of 80 samples. Sample 40 raises `error`; "length" raises in `__len__`, and "killed" ends the process."""
 
     def __init__(self, *, error=None):
         self.error = error

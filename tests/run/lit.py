@@ -1,4 +1,4 @@
-"""Lightning modules and data modules of a user, which test_own_module.py copies next to a conf."""
+"""LightningModules and LightningDataModules of a user, which test_own_module.py copies next to a conf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def samples(count: int, *, seed: int = 0) -> TensorDataset:
 
 
 class LitNet(pl.LightningModule):
-    """Has one optimizer, dropout, noise on each batch, and a counter in its checkpoints."""
+    """Module with one optimizer, dropout, noise on each batch, and a counter in its checkpoints."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LitNet(pl.LightningModule):
 
 
 class LitClassifier(pl.LightningModule):
-    """Takes network, optimizer and schedule as arguments, in the style of lightning-hydra-template."""
+    """Module with network, optimizer and schedule as arguments, as in lightning-hydra-template."""
 
     def __init__(self, net: nn.Module, optimizer: Any, scheduler: Any, compile: bool = False) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class SimpleNet(nn.Module):
 
 
 class LitGan(pl.LightningModule):
-    """Steps two optimizers and two schedules by hand, one optimizer twice in every second batch."""
+    """GAN with manual optimization of two optimizers and schedules; one optimizer steps twice in every second batch."""
 
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class LitGan(pl.LightningModule):
 
 
 class LitData(pl.LightningDataModule):
-    """Adds noise while a batch is collated, and shuffles in the loader."""
+    """Data module that adds noise in its collate function, and shuffles in the loader."""
 
     def __init__(
         self, batch_size: int = 8, count: int = 50, shuffle: bool = True, workers: int = 0, noise: float = 0.0
@@ -199,7 +199,7 @@ class LitData(pl.LightningDataModule):
 
 
 class BreakOff(pl.Callback):
-    """Raises an error after a number of batches."""
+    """Callback that raises an error after a number of batches."""
 
     def __init__(self, after: int = 0) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class BreakOff(pl.Callback):
 
 
 class LitRenamed(LitNet):
-    """Renames its layers in setup, as torch.compile does."""
+    """Module that renames its layers in setup, as torch.compile does."""
 
     def setup(self, stage: str) -> None:
         self.net = nn.Sequential(self.net)
@@ -239,7 +239,7 @@ class WithLoaders(LitNet):
 
 
 class LitDrawing(LitNet):
-    """Logs by the ways of Lightning."""
+    """Module that logs with self.log_dict and with the logger's writer, as Lightning's documentation shows."""
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({"val/a": 1.0, "val/b": 2.0})
@@ -253,7 +253,7 @@ class Draws(pl.Callback):
 
 
 class Interrupt(BreakOff):
-    """Sends SIGINT, as Ctrl-C does."""
+    """Callback that sends SIGINT after a number of batches, as Ctrl-C does."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.left -= 1
@@ -292,7 +292,7 @@ class LitNan(LitNet):
 
 
 class LitAdds(LitNet):
-    """Puts an object into its checkpoints."""
+    """Module that adds an object to its checkpoints, which cannot be read safely."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = {"net": self.net}

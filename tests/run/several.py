@@ -1,4 +1,4 @@
-"""Data sets and networks with several inputs, as a user would write them next to ./conf."""
+"""Data sets and networks of a user with several inputs, for a file next to ./conf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draws(seed: int, *shape: int) -> Tensor:
 
 
 class Twins(Dataset[Any]):
-    """A pair of rows, and whether they are of one kind: ((left, right), target)."""
+    """Data set of ((left, right), target): two rows, and if they have the same class."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -29,7 +29,7 @@ class Twins(Dataset[Any]):
 
 
 class Visits(Dataset[Any]):
-    """An image and a row of a table by name."""
+    """Data set of an image and a row of a table, as named entries."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -50,7 +50,7 @@ class ImageAndTable(nn.Module):
 
 
 class Sentences(Dataset[Any]):
-    """Sentences of 3 to 6 words, and their words backwards."""
+    """Data set of sentences of 3 to 6 words, and the same words in reverse order."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -62,14 +62,14 @@ class Sentences(Dataset[Any]):
 
 
 class Padded:
-    """One length in a batch; `mask` is true where a source has a word."""
+    """Collate function that pads to length 6; `mask` is true where a source has a word."""
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = {name: self.column(samples, name) for name in ("source", "previous", "target")}
         return {**batch, "mask": batch["source"] > 0}
 
     def column(self, samples: list[dict[str, Tensor]], name: str) -> Tensor:
-        # One length in every batch, so that each rank divides by as many words as a single process.
+        # All batches have the same length, so that each rank divides by the same number of words as one process.
         whole = [*(sample[name] for sample in samples), torch.zeros(6, dtype=torch.int64)]
         return pad_sequence(whole, batch_first=True)[:-1]
 
@@ -87,7 +87,7 @@ class Translator(nn.Module):
 
 
 class Molecules(Dataset[Any]):
-    """Nodes with features, and edges as an adjacency matrix: (nodes, edges, target)."""
+    """Data set of (nodes, edges, target): features of nodes, and edges as an adjacency matrix."""
 
     def __len__(self) -> int:
         return SAMPLES

@@ -1,4 +1,4 @@
-"""Cases in which a run could lose its report, or report the values of another run."""
+"""Rare cases in which a run could lose its report, or report values of another run."""
 
 import json
 import signal
@@ -75,7 +75,7 @@ OTHER = "raise ValueError('made of another') from None"
 
 
 def write_model(write, signum, answer):
-    """Write a model that sends a signal when the run builds it, and answers its exception."""
+    """Write a model that sends a signal while the run builds it, and runs `answer` if it catches the exception."""
     write("conf/model/own.yaml", "# Sends a signal: model=own\n_target_: own_model.Own\n")
     write("own_model.py", MODEL.replace("SIGNUM", str(int(signum))).replace("ANSWER", answer))
 
@@ -103,7 +103,7 @@ def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
 
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     handler = signal.getsignal(signal.SIGTERM)
-    # Lightning 2.6.6 tears down a loader that it did not create, and leaves its signal handler.
+    # Lightning 2.6.6 fails in the teardown of a loader that it did not create, and leaves its signal handler.
     with pytest.raises(RuntimeError, match="combined_loader") as caught:
         trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
     signal.signal(signal.SIGTERM, handler)
@@ -140,8 +140,8 @@ def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
 def test_a_plateau_schedule_steps_after_each_validation():
     words = ["model=mlp", "+objective=jacobian", "trainer.max_epochs=4", "trainer.check_val_every_n_epoch=2"]
     schedule = ["scheduler=plateau", "scheduler.monitor=loss/val/cross_entropy", "scheduler.patience=0"]
-    # Nothing counts as an improvement on the first value.
+    # With this threshold no value is an improvement over the first one.
     never = ["+scheduler.threshold=1.0", "+scheduler.factor=0.1", "optimizer.lr=0.01"]
     report = exp.fit(exp.compose([*words, *schedule, *never, "trainer.limit_train_batches=2", "test=false"]))
-    # Of two validations the first is the best, and the second lowers the rate once.
+    # The run has two validations: the first is the best, and the second lowers the rate once.
     assert report.metrics["optimizer/lr/default"] == pytest.approx(0.001)

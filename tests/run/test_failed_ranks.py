@@ -1,4 +1,4 @@
-"""A run of several ranks that fails leaves a report with the first cause; tests/launch has a killed rank."""
+"""A failed run of several ranks has a report with the first cause. tests/launch tests killed ranks."""
 
 import json
 
@@ -26,7 +26,7 @@ class Fragile(torch.nn.Module):
 def test_the_report_names_the_rank_that_failed_first(tmp_path, write, commands):
     write("conf/model/fragile.yaml", "# Fails: model=fragile\n_target_: raising.Fragile\n")
     write("raising.py", MINE)
-    # The check builds the model in the parent, which has no RANK.
+    # The check also builds the model in the parent, where RANK is not set.
     overrides = ["model=fragile", "strategy=ddp", "launch.accelerator=cpu", "trainer.enable_progress_bar=false"]
     done = commands.run(*overrides, cwd=tmp_path, environment={"RANK": "0"})
     assert done.returncode == 1

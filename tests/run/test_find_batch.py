@@ -1,4 +1,4 @@
-"""python -m exp.find_batch finds a size that fits when the next does not, however a trial runs out of memory."""
+"""python -m exp.find_batch finds the largest size that fits, for all kinds of errors about memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exp.cli.check import main as check
 from exp.errors import RunError
 from exp.extras.finders.find_batch import Trial, search, step_of
 
-# A step of more than 100 samples ends.
+# A step with more than 100 samples ends the process.
 OWN = """
 import os, signal
 import torch
@@ -105,7 +105,7 @@ def test_a_wrong_command_is_refused_before_anything_is_written(name: str, comman
 
 
 class Modelled:
-    """Trials on a machine with `limit` bytes, where a run of size b takes base + each b bytes."""
+    """Simulated trials on a machine with `limit` bytes, where a batch of b samples takes base + each * b bytes."""
 
     def __init__(self, *, limit: int, base: int, each: float) -> None:
         self.limit, self.base, self.each = limit, base, each
@@ -129,7 +129,7 @@ def test_few_trials_find_the_limit(start: int, each: float) -> None:
     assert found.size < beyond <= found.size + step_of(found.size)
     # 21 doublings from 1 to more than 700,000, and 5 halves.
     assert len(trials.done) <= 26
-    # A search from below takes at most twice the limit.
+    # A search that starts with a small size uses at most twice the limit.
     assert start > 100 or all(one.peak <= 2 * trials.limit for one in trials.done)
 
 

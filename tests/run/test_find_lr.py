@@ -33,13 +33,13 @@ from exp.shared_types import Batch
 
 pytestmark = pytest.mark.numeric
 SHORT = ["data=wine", "model=mlp", "model.constants.width=4", "data.batch_size=16", "launch.accelerator=cpu"]
-# Whole batches, in float64.
+# Only full batches, in float64.
 EXACT = [*SHORT, "precision=fp64", "data.drop_last=true", "optimizer=sgd", "optimizer.momentum=0.9"]
 GROUPS = ["optimizer.lr=0.2", "+optimizer.groups={head: {parameters: 'head.*', lr: 0.05}}"]
 
 
 def found() -> tuple[Path, dict[str, Any], dict[str, list[float]]]:
-    """Return the directory of the only test, its lr.json, and the columns of its lr.csv."""
+    """Return the directory of the only range test, its lr.json, and the columns of its lr.csv."""
     (directory,) = Path("outputs/train/find_lr").glob("*/*")
     rows = list(csv.reader((directory / "lr.csv").read_text().splitlines()))
     columns = {name: [float(row[place]) for row in rows[1:]] for place, name in enumerate(rows[0])}
@@ -51,7 +51,7 @@ def decided(*overrides: str) -> Plan:
 
 
 def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
-    """Yield each epoch, position, whether it is the last of its epoch, and batch."""
+    """Yield epoch, position, is it the last batch of its epoch, and batch."""
     loader = run.data.loader("train")
     for epoch in itertools.count():
         loader.set_position(epoch, 0)
@@ -61,7 +61,7 @@ def batches_of(run: Plan) -> Iterator[tuple[int, int, bool, Batch]]:
 
 
 def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> list[float]:
-    """Return the loss of each step, with momentum, and a quarter of the rate for the head."""
+    """Train with momentum and a quarter of the rate for the head, and return the loss of each step."""
     network = build_starting_network(run.settings, run.spec).double()
     head = list(network.get_submodule("head").parameters())
     others = [one for one in network.parameters() if all(one is not other for other in head)]
@@ -88,7 +88,7 @@ def by_hand(run: Plan, rates: Sequence[float], *, window: int, clip: float) -> l
 
 
 def smoothed_by_hand(losses: Sequence[float]) -> list[float]:
-    """Return means in which each loss weighs 0.98 times the next one."""
+    """Return running means in which the weight of each loss is 0.98 times that of the next loss."""
     found = []
     for count in range(1, len(losses) + 1):
         weights = 0.98 ** np.arange(count)[::-1]
@@ -107,7 +107,7 @@ def test_losses_and_suggestion_equal_a_loop_by_hand(capsys: pytest.CaptureFixtur
     assert columns["lr"] == pytest.approx(rates, rel=1e-12)
     assert columns["loss"] == pytest.approx(losses, rel=1e-9)
     assert columns["smoothed_loss"] == pytest.approx(smoothed, rel=1e-9)
-    # It ended at the first loss above four times the lowest before it, or at the last step.
+    # The test ends at the first loss above four times the lowest earlier loss, or at the last step.
     high = [place for place in range(1, len(rates)) if smoothed[place] > 4 * min(smoothed[:place])]
     assert high in ([], [len(rates) - 1])
     assert summary["end"] == ("loss_rose" if high else "steps")
@@ -124,7 +124,7 @@ def test_nothing_after_the_first_divergence_is_suggested() -> None:
     rates = rising_rates(1e-6, 1.0, 40)
     assert (rates[0], rates[-1]) == (1e-6, 1.0)
     assert np.diff(np.log(rates)) == pytest.approx(math.log(1e6) / 39)
-    # Noise, a fall from 2 to 1 about step 20, an explosion at step 30 and a steeper fall after it.
+    # The losses have noise, a fall from 2 to 1 around step 20, a divergence at step 30, and a steeper fall after it.
     noise = [0.01 * (-1) ** step for step in range(40)]
     falling = [2.0] * 15 + [2.0 - step / 10 for step in range(10)] + [1.0] * 5
     exploding = np.add([*falling, 50.0, *[40.0 - 4 * step for step in range(9)]], noise)
@@ -137,7 +137,7 @@ def test_nothing_after_the_first_divergence_is_suggested() -> None:
     assert suggestion(rates[:8], [5.0 - place for place in range(8)]) is None
     assert suggestion(rates, []) is None
     assert suggestion(rates, [math.nan] * 3) is None
-    # At most a tenth of the rate of the divergence.
+    # The suggestion is at most a tenth of the rate of the divergence.
     late = suggestion(rates, [2.0] * 26 + [1.5, 1.0, 0.9, 0.8, 99.0])
     assert late == pytest.approx(rates[30] / 10)
 
@@ -160,14 +160,14 @@ def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureF
     typed = shlex.split(printed.splitlines()[-1])[3:]
     rate = f"optimizer.lr={summary['suggestion']:.3g}"
     assert typed == [*SHORT, "callbacks=[early_stopping]", "tags=[a]", rate]
-    # What goes on with the newest run of this name finds none.
+    # A range test is no run, so resume=auto does not find it.
     assert exp.compose([*SHORT, "resume=auto"]).resume == "auto"
     assert decided(*SHORT, "resume=auto").plain["resume"] is None
 
 
 def test_an_infinite_loss_ends_the_test(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--min", "1e-3", "--max", "1e300", "--steps", "20"]
-    # Squares of outputs overflow.
+    # The squares of the outputs overflow.
     assert main([*SHORT, "data=diabetes", "optimizer=sgd", "runtime.non_finite=skip", *flags]) in (0, 1)
     directory, summary, columns = found()
     assert summary["end"] == "not_finite"
@@ -194,7 +194,7 @@ def test_two_ranks_find_the_rate_of_one_process(commands, tmp_path: Path) -> Non
 
 
 def test_a_test_without_a_suggestion_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
-    # At these rates no weight of the network changes, and every step sees all samples.
+    # The rates are too small to change a weight, and every step has all samples.
     flags = ["--min", "1e-30", "--max", "1e-29", "--steps", "20"]
     whole = ["data.batch_size=1000", "model.constants.dropout=0.0", "optimizer=sgd"]
     assert main([*SHORT, "precision=fp64", *whole, *flags]) == 1
@@ -233,7 +233,7 @@ def test_a_test_starts_from_given_weights_but_not_from_a_checkpoint(capsys: pyte
     assert "resume: 'first/checkpoints/last.ckpt'; expected null" in capsys.readouterr().err
     assert main([*SHORT, "train=false", "weights.from=first"]) == 2
     assert "train: false; expected true" in capsys.readouterr().err
-    # From its weights, the loss begins where that run's ended.
+    # With the weights of the run, the first loss is lower.
     flags = ["--steps", "20", "data.batch_size=1000", "model.constants.dropout=0.0"]
     assert main([*SHORT, "weights.from=first", *flags]) in (0, 1)
     learnt = found()[2]["loss"][0]
@@ -308,7 +308,7 @@ def test_the_rate_may_be_the_default_of_its_class(capsys: pytest.CaptureFixture[
     assert main([*SHORT, "optimizer=plain", "--steps", "20"]) == 0
     rates = dict(word.split("=") for word in shlex.split(capsys.readouterr().out.splitlines()[-1])[-2:])
     assert list(rates) == ["+optimizer.lr", "optimizer.groups.head.lr"]
-    # The default of Adam is 0.001.
+    # Adam's default learning rate is 0.001.
     assert float(rates["optimizer.groups.head.lr"]) == pytest.approx(10 * float(rates["+optimizer.lr"]), rel=0.01)
 
 

@@ -1,6 +1,6 @@
-"""Networks of torchvision, timm and transformers train from a config alone; docs/tested.md has the results.
+"""Networks of torchvision, timm and transformers train from a config without Python code; see docs/tested.md.
 
-A test whose package is not installed is skipped: the suite's environment has none of the three.
+A test is skipped if its package is not installed. The standard environment of the tests has none of the packages.
 """
 
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ import yaml
 import exp
 from exp.extras.debugging.precision_report import main
 
-# name: data set, pattern of the head, the linear or convolutional layers for LoRA, node of conf/model
+# For each network: data set, pattern of the head, layers for LoRA, node of conf/model.
 NETWORKS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 DATA = """
 import torch
@@ -95,7 +95,7 @@ def test_a_foreign_network_trains_and_is_adapted(name, write, ranks, capsys):
     assert changed
     assert all(fnmatchcase(name, network["head"]) for name in changed)
 
-    # LoRA, merged into a network without it, gives the same loss.
+    # A network with merged LoRA weights has the same loss.
     adapted = [f"lora.layers=[{network['lora']}]", "lora.rank=2", f"lora.trained=['{network['head']}']"]
     fit("lora", *NEW_HEAD, *adapted, "precision=fp64")
     test = ["train=false", "test=true", "precision=fp64", "+data.dataset.classes=3"]
@@ -103,7 +103,7 @@ def test_a_foreign_network_trains_and_is_adapted(name, write, ranks, capsys):
     other = fit("merged", *test, "weights.from=lora/checkpoints/last.ckpt")
     assert one.metrics["loss/test"] == pytest.approx(other.metrics["loss/test"], abs=1e-6)
 
-    # Both strategies see the same shares; the running statistics belong to the share of one rank.
+    # Ranks have the same samples with both strategies, so that the running statistics of a rank are equal.
     ddp, fsdp = (
         ranks.train(*base, HOOKS, f"strategy={strategy}", "launch.devices=2", "precision=fp64", ranks=2).checkpoint()
         for strategy in ("ddp", "fsdp")

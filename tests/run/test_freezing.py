@@ -1,4 +1,4 @@
-"""freeze and initialisation of any network: which parameters they name, when these learn, and what is refused."""
+"""freeze and initialisation for any network: matched parameters, epochs in which they train, and errors."""
 
 from __future__ import annotations
 
@@ -148,15 +148,15 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
         assert [name for name, one in held.named_parameters() if one.grad is not None] == [
             "stem.weight", "stem.bias", "head.weight", "head.bias",
         ]  # fmt: skip
-    # A norm is frozen only if all of its parameters are, and freeze.batch_norm asks for it.
+    # freeze.batch_norm=eval applies to a norm only if all of its parameters are frozen.
     assert find_frozen(network, parameters=["*.weight"], batch_norm="eval").norms == {}
     assert find_frozen(network, parameters=["body"]).norms == {}
-    # Parameters of epoch 0 are never frozen.
+    # Parameters that unfreeze in epoch 0 are never frozen.
     head = find_frozen(network, parameters=["*"], batch_norm="eval", unfreeze={0: ["head"]})
     assert sorted(head.norms) == ["body.0", "plain"]
     assert not head.changes
     assert "head.weight" not in head.until
-    # An unfrozen norm updates its statistics again.
+    # A norm updates its statistics again after it is unfrozen.
     later = find_frozen(network, parameters=["body"], batch_norm="eval", unfreeze={3: ["BatchNorm1d"]})
     assert later.norms == {"body.0": 3}
     for epoch, learns in ((2, False), (3, True), (2, False)):
@@ -172,7 +172,7 @@ def trained(*overrides: str, directory: str) -> dict:
 
 
 def test_an_unfrozen_layer_trains_as_by_hand():
-    """In float64, with all samples in one batch; weight decay and momentum start with the parameter."""
+    """Weight decay and momentum of a parameter start when it is unfrozen."""
     run = [
         "precision=fp64", "data.batch_size=1258", "trainer.max_epochs=4", *LATER, "optimizer.momentum=0.9",
         "optimizer.weight_decay=0.1", "+optimizer.groups={slow: {parameters: 'stem.*', lr: 0.01}}",
@@ -205,7 +205,7 @@ def test_an_unfrozen_layer_trains_as_by_hand():
     [(6, 4), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(10, 8, marks=pytest.mark.slow)],
 )
 def test_a_run_resumes_exactly_around_an_unfreezing(step, states):
-    """From within the first frozen epoch, the epoch that unfreezes, and the epoch after all unfreezing."""
+    """The run is resumed within the frozen epoch, within the epoch that unfreezes, and within a later epoch."""
     run = ["optimizer=adamw", "trainer.limit_train_batches=4", "trainer.max_epochs=4", *LATER]
     whole = trained(*run, directory="whole")
     first = trained(*run, f"trainer.max_steps={step}", directory="first")
@@ -217,7 +217,7 @@ def test_a_run_resumes_exactly_around_an_unfreezing(step, states):
 def test_a_resume_with_another_freeze_is_refused(caplog):
     short = ["trainer.limit_train_batches=2", "trainer.max_epochs=1"]
     trained(*short, *LATER, directory="first")
-    assert "no gradient" not in caplog.text  # of parameters that learn later
+    assert "no gradient" not in caplog.text  # no warning about parameters that train later
     for other in (["freeze.parameters=[stem]"], ["lora.layers=[stem]"], []):
         message = refused(*other, "resume=first/checkpoints/last.ckpt", "trainer.max_epochs=2")
         assert "a checkpoint of another freeze: freeze.parameters was ['stem', 'Block', 'plain.*']" in message

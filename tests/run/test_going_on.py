@@ -1,4 +1,4 @@
-"""A run that is resumed or forked ends with exactly the weights of the uninterrupted run."""
+"""Resumed and forked runs end with exactly the weights of an uninterrupted run."""
 
 import json
 import os
@@ -20,7 +20,7 @@ BASE = [
     "model=lenet", "trainer.limit_train_batches=3", "trainer.limit_val_batches=1", "test=false",
     "hooks=[]", "logger=[]", "trainer.enable_progress_bar=false", "trainer.max_epochs=3",
 ]  # fmt: skip
-# Sends a signal at step 5, once.
+# Callback that sends a signal once, at step 5.
 SIGNALS = """
 import os, signal
 from lightning.pytorch import Callback
@@ -48,7 +48,7 @@ class Own(Callback):
 
 @pytest.fixture
 def sends(write):
-    """A function that makes callbacks=[own] send a signal."""
+    """A function that writes callbacks=[own], which sends a signal."""
 
     def sends(signum):
         write("own.py", SIGNALS)
@@ -114,7 +114,7 @@ def test_auto_in_a_sweep_is_refused():
 def test_the_same_command_resumes_its_unfinished_run(sends, caplog):
     sends(signal.SIGTERM)
     command = ["runtime.autoresume=true", "callbacks=[own]"]
-    fit("trainer.max_epochs=1")  # of another command
+    fit("trainer.max_epochs=1")  # a run of another command
     with pytest.raises(Interrupted):
         fit(*command)
     assert "no run of this command is unfinished" in caplog.text
@@ -125,7 +125,7 @@ def test_the_same_command_resumes_its_unfinished_run(sends, caplog):
     assert_equal_weights(second, third)
 
 
-# The variables that srun sets for the only task of a job, from its manual.
+# Variables that srun sets for the only task of a job, according to its manual.
 SRUN = {"SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 SRUN |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_RESTART_COUNT": "1"}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "2"}
@@ -158,7 +158,7 @@ def test_a_frozen_run_started_again_resumes_itself(sends):
     with pytest.raises(Interrupted):
         fit("runtime.autoresume=true", "callbacks=[own]")
     (frozen,) = Path("outputs/train").glob("*/*")
-    # torchrun and srun start exp.worker RUN_DIR.
+    # torchrun and srun start exp.worker RUN_DIR, which calls this function.
     assert run_again(frozen).steps == 9
     assert_equal_weights(frozen, fit("callbacks=[own]"))
 
@@ -202,7 +202,7 @@ def test_verify_of_a_run_that_failed_is_exact(write, capsys):
 
 
 def children():
-    """Return the runs, the newest last."""
+    """Return the run directories in the order of their creation."""
     return sorted((run for run in Path("outputs/train").glob("*/*")), key=lambda run: run.stat().st_ctime_ns)
 
 
@@ -219,7 +219,7 @@ def test_a_fork_without_a_change_equals_its_parent(capsys):
 @pytest.mark.parametrize("schedule", ["cosine", pytest.param("constant", marks=pytest.mark.slow)])
 def test_a_fork_changes_the_optimizer_from_its_step_on(schedule):
     whole = fit("trainer.max_epochs=1", f"scheduler={schedule}", "checkpoint.save_best=false")
-    # By hand: the same state, with another rate in it, in a run of that rate.
+    # The fork by hand is a run with the new rate that resumes the same state with this rate in it.
     values = ["optimizer.lr=0.01", "optimizer.weight_decay=0.1"]
     by_hand = read_checkpoint(whole / "checkpoints" / "last.ckpt")
     for group in by_hand["optimizer_states"][0]["param_groups"]:

@@ -1,6 +1,6 @@
-"""A command's process ends before its interpreter takes modules apart, after everything that a user would miss.
+"""A command exits without the interpreter's teardown of modules, but after exit functions, threads and open files.
 
-`python -v` reports what an interpreter takes apart at its end: `# cleanup`.
+`python -v` prints `# cleanup` for each module in the teardown.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A run does not import what it does not use."""
+"""A run does not import packages that it does not use."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ print([name for name in sys.argv[1:] if name in sys.modules])
 
 @pytest.mark.slow
 def test_default_runs_import_only_what_they_use(tmp_path):
-    # A fresh interpreter: the imports of this process would hide its own.
+    # A new interpreter, because this process has already imported more.
     command = [sys.executable, "-c", PROGRAM, *UNUSED]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -1,4 +1,4 @@
-"""lora equals LoRA by hand, also after a resume and over ranks, and merges into plain weights."""
+"""The key lora equals LoRA by hand, also after a resume and with several ranks, and merges into plain weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def trained(*overrides: str, directory: str) -> dict:
 
 
 class ByHand(nn.Module):
-    """A linear layer plus the product of two small matrices."""
+    """Linear layer plus the product of two small matrices."""
 
     def __init__(self, linear: nn.Linear, a: torch.Tensor, *, alpha: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_run_resumes_exactly_and_merges_into_a_plain_network():
     merge(adapted)
     assert [type(one) for one in adapted.modules()] == [type(one) for one in plain.modules()]
     torch.testing.assert_close(adapted.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
-    # Another adaptation starts from the merged weights.
+    # A second run with lora starts from the merged weights.
     second = checked(*LORA, "lora.rank=1", "weights.from=whole")
     network = build_starting_network(second.settings, second.spec).eval()
     assert torch.equal(network.stem.parametrizations.weight.original, plain.stem.weight)
@@ -156,7 +156,7 @@ def test_any_layer_with_a_weight_learns_and_merges(layer, shape):
     state, network = merge_state_dict(network.state_dict()), network.eval()
     with torch.no_grad():
         changed = network[0](*given)
-        merge(copy.deepcopy(network))  # of a copy: the original stays
+        merge(copy.deepcopy(network))  # merging a copy does not change the original
         merge(network)
         torch.testing.assert_close(network[0](*given), changed, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(network.state_dict(), state, rtol=1e-12, atol=1e-12)
@@ -171,7 +171,7 @@ def test_a_layer_that_cannot_be_adapted_is_refused():
         in message
     )
     assert "lora.trained.0: no parameter matches 'haed'" in message
-    # The head learns whole, although it is one of the layers.
+    # lora.trained takes precedence: head is trained in full, although lora.layers matches it.
     names = [
         name for name, _ in checked("lora.layers=[Linear]", "lora.trained=[head]").shapes.network.named_parameters()
     ]

@@ -1,4 +1,4 @@
-"""Terms, metrics and hooks find the parts of a mapping, dataclass, namedtuple or tuple by name."""
+"""Terms, metrics and hooks find the named parts of an output that is a mapping, dataclass, namedtuple or tuple."""
 
 from __future__ import annotations
 

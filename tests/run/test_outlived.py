@@ -1,4 +1,4 @@
-"""A run continues without an output that cannot be written, and reports each such output once."""
+"""A run continues if an output cannot be written, and reports each such output once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_reports_a_full_output(capsys: pytest.CaptureFixture[str], name: str, 
 
 def test_the_help_of_every_command_reports_a_full_output(capsys: pytest.CaptureFixture[str]) -> None:
     for name in sorted(COMMANDS):
-        # exp itself starts exp.worker.
+        # exp.worker is no command of users.
         if name != "worker":
             assert_reports_a_full_output(capsys, name, "--help")
 
@@ -166,7 +166,7 @@ class Store(Logger):
         pass
 '''
 STORE = ["+logger.store={_target_: stores.Store}", "security.allow=[stores]"]
-# A file instead of a directory, directories instead of files, a full device, and a closed screen.
+# Callback that replaces a directory by a file and files by directories, fills the device and closes the screen.
 SPOILS = """
 import os, sys
 from pathlib import Path
@@ -202,7 +202,7 @@ class Draws(Hook):
 
 
 def fit(*overrides: str) -> tuple[exp.Report, dict[str, str], str]:
-    """Return the report of a completed run, the errors by what was not written, and the log."""
+    """Run to completion, and return the report, the errors by output, and the log."""
     report = exp.fit(exp.compose([*SMALL, *overrides]))
     assert report.status == "completed"
     directory = Path(report.directory)

@@ -1,4 +1,4 @@
-"""A run of a user's LightningModule equals a run of Lightning alone, with the hooks, checkpoints and resume of exp."""
+"""A user's LightningModule trains in exp as in Lightning alone, and works with exp's hooks, checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def mine(place, tmp_path):
-    """The module `mine`, next to the conf of a user."""
+    """The module `mine` in a file next to the conf of a user."""
     (tmp_path / "conf" / "module").mkdir(parents=True)
     (tmp_path / "conf" / "module" / "litnet.yaml").write_text("# Mine: module=litnet\n_target_: mine.LitNet\nlr: 0.1\n")
     shutil.copy(LIT, tmp_path / "mine.py")
@@ -62,7 +62,7 @@ def alone(module, data, **arguments):
 
 
 def first_weights(made, overrides):
-    """Return a module with the weights that a run of exp starts from."""
+    """Return a module with the initial weights of a run of exp."""
     from exp.check.examination import plan
     from exp.check.resolution import resolve
     from exp.construct import build_module
@@ -119,7 +119,7 @@ def test_lightnings_ways_to_log_and_save_lead_to_the_run_directory():
 
 
 def test_each_rank_takes_its_half_of_the_users_loader(commands):
-    """Lightning puts its sampler into the loader of a user: 50 samples are 4 batches of 8 in each of two ranks."""
+    """Lightning adds its sampler to the loader of a user. 50 samples are 4 batches of 8 on each of two ranks."""
     given = [NET, DATA, "trainer.max_epochs=2", "test=false", "strategy=ddp", "launch.devices=2"]
     done = commands.run(*QUIET, "launch.accelerator=cpu", "hydra.run.dir=out", *given)
     assert done.returncode == 0, done.stderr
@@ -166,13 +166,13 @@ def test_a_run_that_failed_twice_resumes_exactly(name):
 
 
 class Derived(pl.Callback):
-    """Derives random numbers as a run of exp does."""
+    """Callback that seeds each batch as a run of exp does."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         reseed(seed=0, rank=0, epoch=trainer.current_epoch, batch=batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")  # of Lightning alone
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")  # a warning of the run with Lightning alone
 def test_manual_optimization_equals_lightning_alone(mine):
     given = ["module={_target_: mine.LitGan}", DATA, "+data.shuffle=false", "precision=fp64"]
     report = fit(*given, "trainer.max_epochs=2", "hooks=[gradients]", "hooks.gradients.each_parameter=true")
@@ -184,7 +184,7 @@ def test_manual_optimization_equals_lightning_alone(mine):
         callbacks=[Derived()],
     )
     assert_same(weights(report), found)
-    # The discriminator steps twice in every second of the 14 batches.
+    # 14 steps of each optimizer, and 6 additional steps of the discriminator, which steps twice in every second batch.
     assert report.steps == 14 + 14 + 6
     tags = [tag for tag in report.metrics if tag.startswith("gradients/norm/") and "total" not in tag]
     assert {tag.split("/")[2].partition(".")[0]: tag.split("/")[3] for tag in tags} == {
@@ -212,7 +212,7 @@ def test_a_module_of_lightning_hydra_template_trains(tmp_path):
     # An epoch has 20 batches.
     assert report.best["step"] % 20 == 0
     checkpoint = torch.load(f"{report.directory}/checkpoints/best.ckpt", weights_only=True)
-    # Only plain values are in a checkpoint, because reading others could run code.
+    # A checkpoint has only plain values, because reading other objects could run code.
     assert checkpoint["hyper_parameters"] == {"compile": False}
     assert checkpoint["state_dict"]["net.model.0.weight"].shape == (24, 64)
 
@@ -299,7 +299,7 @@ def test_a_key_that_does_not_apply_is_refused(tmp_path, words, key, part):
 
 
 def test_each_sample_counts_once_over_two_ranks(mine, commands):
-    """The last global batch, of 57 samples, is split into 29 and 28."""
+    """The last global batch has 57 samples, which are divided into 29 and 28."""
     given = ["module={_target_: mine.LitNet, inputs: 64, classes: 10}", "precision=fp64", "trainer.max_epochs=1"]
     whole = fit(*given, "test=false", "data.batch_size=400")
     placed = ["strategy=ddp", "launch.devices=2", "launch.accelerator=cpu", "hydra.run.dir=out", "test=false"]

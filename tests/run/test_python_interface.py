@@ -1,4 +1,4 @@
-"""exp.compose, exp.validate and exp.fit behave in Python as the command line does."""
+"""exp.compose, exp.validate and exp.fit do the same in Python as the command line."""
 
 import json
 

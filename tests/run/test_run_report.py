@@ -1,4 +1,4 @@
-"""report.json is valid JSON, read_report returns what was written, and results are those of one set of weights."""
+"""report.json is valid JSON, read_report returns the written report, and best and last results are not mixed."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from exp.errors import RunError
 from exp.run_report import Report, as_markdown, print_report, read_report, write_report
 from exp.start import fit
 
-# The learning rate grows 30 times in each epoch, so that the last epochs are worse than the first ones.
+# The learning rate grows by a factor of 30 per epoch, so that the last epochs are worse than the first ones.
 GROWING = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
 OVERFITTED = ("model=mlp", GROWING, "precision=fp64", "hooks=[]", "logger=[]", "data.batch_size=128")
 
@@ -82,7 +82,7 @@ def test_a_directory_without_a_report_is_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def overfitted(tmp_path_factory):
-    """A run whose best weights are not its last ones."""
+    """A run with best weights before the last ones."""
     directory = tmp_path_factory.mktemp("overfitted")
     found = fit(compose([*OVERFITTED, "trainer.max_epochs=4", f"hydra.run.dir={directory}"]))
     assert found.best["step"] < found.steps
@@ -90,7 +90,7 @@ def overfitted(tmp_path_factory):
 
 
 def evaluated(directory, weights, part):
-    """Return loss and accuracy of saved weights on a part of the data, computed by hand."""
+    """Return loss and accuracy of saved weights on a split of the data, computed by hand."""
     run = exp.load(directory)
     samples = run.data.part(part)
     inputs, targets = map(torch.stack, zip(*(samples[index] for index in range(len(samples))), strict=True))
@@ -113,7 +113,7 @@ def test_results_are_those_of_the_saved_weights(overfitted):
 
 
 def test_a_resumed_run_keeps_the_metrics_of_its_best(overfitted, tmp_path):
-    """The best is found before the stop, within an epoch that the resumed run completes."""
+    """The first run stops right after its best validation, within an epoch that the resumed run completes."""
     settings = [*OVERFITTED, "trainer.max_epochs=4"]
     stop = overfitted.best["step"]
     first = fit(compose([*settings, f"trainer.max_steps={stop}", f"hydra.run.dir={tmp_path / 'first'}"]))
@@ -137,11 +137,11 @@ LAST_METRICS = {"loss/train": 9.0, "loss/train_epoch": 0.6, "loss/val": 0.5, "lo
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        (  # the test stage evaluated the best weights
+        (  # the best weights are tested
             {"stage_steps": {"train": 8, "val": 8, "test": 3}},
             [["best, step 3", "loss", "1.0000", "0.2500", "0.7500"], ["last, step 8", "loss", "0.6000", "0.5000", ""]],
         ),
-        (  # the last validation was before the last step
+        (  # the last validation is before the last step
             {"stage_steps": {"train": 8, "val": 6, "test": 3}},
             [["best, step 3", "loss", "1.0000", "0.2500", "0.7500"], ["last, step 8", "loss", "0.6000", "", ""]],
         ),

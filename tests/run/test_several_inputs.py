@@ -103,7 +103,7 @@ def test_inputs_are_read_from_the_data_and_frozen():
     assert shapes["table"] == ((5,), "float32")
     assert decided.resolved.plain["data"]["inputs"]["table"] == {"shape": [5], "dtype": "float32"}
     assert decided.resolved.plain["data"]["input_shape"] is None
-    # The shape of an input gives the sizes that the network omits.
+    # Sizes that the network omits are inferred from the shapes of the inputs.
     assert decided.shapes.network.read.in_features == 5
 
 

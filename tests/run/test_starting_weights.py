@@ -1,4 +1,4 @@
-"""weights: a network starts from a run, a state dict or safetensors; unmatched tensors are reported first."""
+"""weights: a network starts from a run, a state dict or safetensors, and unmatched tensors are early errors."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ranks_put_a_new_head_on_the_body_of_a_run(ranks, strategy):
-    """A run directory stands for its best checkpoint."""
+    """weights.from with a run directory means its best checkpoint."""
     before = ranks.train(NET, *SHORT)
     other = NET.replace("Net}", "Net, deep: true}")
     start = [other, *SHORT, f"weights.from={before.directory}", "weights.strict=false", "optimizer.lr=0"]
@@ -185,7 +185,7 @@ def test_ranks_put_a_new_head_on_the_body_of_a_run(ranks, strategy):
     assert new["network.head.0.weight"].shape == (12, 16)
     frozen = (found.directory / "config.yaml").read_text()
     assert f"from: {before.directory}/checkpoints/best.ckpt" in frozen
-    # A resume does not need the weights any more.
+    # A resume does not need the file of weights.from.
     (before.directory / "checkpoints" / "best.ckpt").rename(before.directory / "gone")
     again = [*start, "trainer.max_epochs=2", f"resume={found.directory}/checkpoints/last.ckpt"]
     assert ranks.train(*again, "strategy=single").report["status"] == "completed"

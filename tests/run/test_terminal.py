@@ -1,4 +1,4 @@
-"""A run at a terminal: closing it, Ctrl-C, the printed command that resumes, tags, and errors of the config."""
+"""A run at a terminal: closing the terminal, Ctrl-C, the printed command that resumes, tags, and errors."""
 
 import fcntl
 import json
@@ -46,7 +46,7 @@ def read_until(terminal: int, word: bytes, *, seconds: float = 200) -> None:
     assert word in seen, seen
 
 
-@pytest.mark.slow  # a terminal needs a fresh interpreter
+@pytest.mark.slow  # a terminal needs a new interpreter
 @pytest.mark.filterwarnings("ignore:.*preexec_fn.*")
 def test_a_closed_terminal_saves_the_run(tmp_path):
     process, terminal = in_a_terminal("trainer.max_epochs=1000", "tags=[mine]")
@@ -58,7 +58,7 @@ def test_a_closed_terminal_saves_the_run(tmp_path):
     assert report.status == "interrupted"
     assert report.steps > 0
     assert (directory / "checkpoints" / "last.ckpt").is_file()
-    # The command that the message ends with passes the check, which reads the checkpoint.
+    # The command at the end of the message passes the check, which reads the checkpoint.
     command = shlex.split(report.error["message"].splitlines()[-1])
     assert command[:3] == ["python", "-m", "exp.train"]
     assert "tags=[mine]" in command

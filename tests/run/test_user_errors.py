@@ -1,4 +1,4 @@
-"""An exception in a user's own code is reported with the place, the user's own frames and what to do."""
+"""An exception in code of a user is reported with the place, the frames of the user's files, and a fix."""
 
 import shutil
 import sys
@@ -53,7 +53,7 @@ TRANSFORM = "+data.transforms={t:{_target_:faulty.Transform,error:%s}}"
 COLLATE = "+data.collate={_target_:faulty.Collate,error:%s}"
 CALLBACK = "callbacks=[faulty] callbacks.faulty."
 COMPUTE = "metrics=[measure] metrics.measure.at=compute"
-# Overrides, the place that the message names, the exception.
+# Overrides, place in the message, exception.
 PLACES = [
     (f"{ROW}missing", "reading sample 40 of train", "No such file or directory: 'images/40.png'"),
     (f"{IN_A_WORKER}custom", "reading sample 40 of train", "Corrupted: number 40: a header"),
@@ -107,7 +107,7 @@ OTHER_ERRORS = [
 
 
 def failed_run(overrides, commands):
-    """Run and return the message. Workers are forked, so a run with workers needs a process without threads."""
+    """Run, and return the error message; workers are forked, so a run with workers needs a process without threads."""
     if "num_workers" in overrides:
         done = commands.run(*SMALL, *overrides.split())
         assert done.returncode == 1
@@ -134,7 +134,7 @@ def test_the_message_names_the_place_and_the_users_frames(overrides, place, erro
     assert frames, message
     assert all("faulty.py" in line for line in frames), message
     assert "fix it there" in message
-    # An error of the file system that the user's code raises is not a disk that exp finds full.
+    # An OSError in code of a user does not get exp's advice about a full disk.
     assert "room" not in message.lower()
 
 

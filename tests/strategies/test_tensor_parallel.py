@@ -14,7 +14,7 @@ from exp.strategies.tensor_plan import division_errors, make_plan
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), input_dtype="float32", num_classes=10, num_outputs=10)
 TEXT = DataSpec(input_shape=(16,), input_dtype="int64", num_classes=65, num_outputs=65)
-AUTO = {"divide": "auto", "vocabulary": False}
+AUTO = {"divide": "auto"}
 
 
 # --- plans ---
@@ -22,13 +22,11 @@ AUTO = {"divide": "auto", "vocabulary": False}
 
 def test_the_automatic_plan_of_gpt(build_model):
     network = build_model("gpt", spec=TEXT, device="meta")
-    plan = make_plan(network, "auto", divide="auto", vocabulary=True)
+    plan = make_plan(network, "auto", **AUTO)
     assert plan.constants == {"blocks.0": ["heads"], "blocks.1": ["heads"]}
     assert plan.layers["blocks.1.query"] == "column"
     assert plan.layers["blocks.1.contract"] == "row"
-    assert plan.layers["tokens"] == "vocabulary"
-    assert plan.layers["head"] == "column_whole"
-    assert "norm" not in plan.layers
+    assert not {"tokens", "norm", "head"} & plan.layers.keys()
 
 
 def test_a_chain_of_layers_is_divided_in_pairs(build_model):
@@ -48,10 +46,7 @@ def test_a_plan_that_does_not_fit_is_refused(build_model):
     assert "torch.nn.Linear" in messages["strategy.plan.norm"]
     assert "Did you mean column?" in messages["strategy.plan.head"]
     with pytest.raises(ConfigError, match="integer constants"):
-        make_plan(network, "auto", divide=["blocks.*.head"], vocabulary=False)
-    headless = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"strategy\.vocabulary"):
-        make_plan(headless, "auto", divide="auto", vocabulary=True)
+        make_plan(network, "auto", divide=["blocks.*.head"])
 
 
 def test_three_ranks_do_not_divide_four_heads(build_model):
@@ -81,6 +76,7 @@ EXACT = {
     "sequential": ("sequential", {"plan": "auto"}),
     "transformer": ("transformer", {"plan": "auto"}),
     "gpt": ("gpt", {"plan": "auto", "spec": TEXT, "words": True}),
+    "vocabulary": ("gpt", {"plan": {"tokens": "vocabulary", "head": "column_whole"}, "spec": TEXT, "words": True}),
     # The mask of the dropout is that of the whole network.
     "dropout of whole values": ("sequential", {"plan": {"hidden": "column_whole"}, "overrides": [DROPOUT]}),
 }
@@ -110,7 +106,7 @@ def largest_difference(build, model, *, plan, overrides=(), spec=DIGITS, divide=
     torch.manual_seed(0)
     whole = build(model, *overrides, spec=spec).double()
     parts = copy.deepcopy(whole)
-    cut = make_plan(parts, plan, divide=divide, vocabulary=words)
+    cut = make_plan(parts, plan, divide=divide)
     cuts = apply_plan(cut, parts, model_mesh(dist.group.WORLD, torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(0, 65, (2, 16), generator=generator) if words else torch.rand(2, 1, 8, 8).double()
@@ -135,7 +131,7 @@ def called_by_name(rank):
     from exp.strategies.tensor_layers import apply_plan, model_mesh
 
     network = nn.Sequential(nn.Linear(8, 4))
-    plan = make_plan(network, {"0": "column_whole"}, divide=[], vocabulary=False)
+    plan = make_plan(network, {"0": "column_whole"}, divide=[])
     apply_plan(plan, network, model_mesh(dist.group.WORLD, torch.device("cpu")))
     return network[0](torch.ones(2, 8)), network[0](input=torch.ones(2, 8))
 
@@ -175,13 +171,11 @@ def found_differences(rank):
     torch.manual_seed(0)
     network = build("transformer", "model.constants.width=16", "model.constants.hidden=32", spec=DIGITS)
     mesh = model_mesh(dist.group.WORLD, torch.device("cpu"))
-    made = {
-        name: make_plan(network, plan, divide=divide, vocabulary=False) for name, (plan, divide, _) in PLANS.items()
-    }
+    made = {name: make_plan(network, plan, divide=divide) for name, (plan, divide, _) in PLANS.items()}
     inputs = {"input": torch.zeros(2, 1, 8, 8)}
     found = {name: find_difference(network, one, inputs, mesh=mesh) for name, one in made.items()}
     slopes = build("sequential", "model.layers.activation={_target_: torch.nn.PReLU}", spec=DIGITS)
-    plan = make_plan(slopes, {"hidden": "column", "hidden2": "row"}, divide=[], vocabulary=False)
+    plan = make_plan(slopes, {"hidden": "column", "hidden2": "row"}, divide=[])
     return {**found, "a weight between the parts": find_difference(slopes, plan, inputs, mesh=mesh)}
 
 

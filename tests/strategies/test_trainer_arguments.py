@@ -50,12 +50,11 @@ def test_a_rank_of_several_keeps_its_number(strategy):
 
 
 def test_the_options_of_ddp_reach_torch():
-    strategy = DDP(find_unused_parameters=True, static_graph=True, broadcast_buffers=False, bucket_cap_mb=5)
+    strategy = DDP(find_unused_parameters=True, broadcast_buffers=False, bucket_cap_mb=5)
     built = strategy.lightning(placement("ddp", machine=LAPTOP), ALONE)
     assert built._ddp_kwargs == {
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
-        "static_graph": True,
         "broadcast_buffers": False,
         "bucket_cap_mb": 5,
     }

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 VARIANTS = yaml.safe_load(Path(__file__).with_name("variants.yaml").read_text())
-NAMES = ["fsdp", "tensor_parallel", "pipeline", "zbv_zero_bubble", "layer_split", "shards times tensor"]
+NAMES = ["fsdp", "tensor_parallel", "pipeline", "interleaved_1f1b", "layer_split", "shards times tensor"]
 STRATEGIES = {name: {**VARIANTS["strategies"], **VARIANTS["variants"]}[name] for name in NAMES}
 STRATEGIES["single"] = ("strategy=single", 1)
 FAST = [("fsdp", "single"), ("single", "tensor_parallel"), ("single", "pipeline")]

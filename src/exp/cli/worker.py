@@ -57,13 +57,6 @@ def work(
     refuse_more_than(allow, directory)
 
     def meet(decided: Plan) -> None:
-        launch = decided.settings.launch
-        join(
-            rank,
-            decided.placement,
-            timeout_seconds=launch.timeout_seconds,
-            network_interface=launch.network_interface,
-            high_priority_stream=launch.high_priority_stream,
-        )
+        join(rank, decided.placement, timeout_seconds=decided.settings.launch.timeout_seconds)
 
     run(directory, rank=rank, resume=resume, join=meet, requeues=requeues)

@@ -242,8 +242,6 @@ class LaunchSettings:
     timeout_seconds: Seconds
     grace_seconds: Seconds
     backend: Literal["auto", "gloo", "nccl"]
-    network_interface: Text | None
-    high_priority_stream: bool
 
 
 @dataclass(frozen=True, kw_only=True)

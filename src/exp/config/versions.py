@@ -24,6 +24,8 @@ ADDED: Mapping[str, object] = {
 # Keys that no longer exist, with their former default values.
 REMOVED: Mapping[str, object] = {
     "checkpoint.keep": 1,
+    "launch.high_priority_stream": False,
+    "launch.network_interface": None,
     "precision.report": False,
     "runtime.cuda_graph": False,
     "runtime.out_of_memory": "stop",
@@ -35,6 +37,10 @@ REMOVED: Mapping[str, object] = {
 # Values that are no longer allowed at a key, with their replacements.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
     ("runtime.non_finite", "rewind"): "stop",
+    **{
+        ("strategy.schedule", name): "interleaved_1f1b"
+        for name in ("looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+    },
 }
 # Values that selected a behavior in earlier versions, with the class that has this behavior now.
 DDP = "exp.strategies.ddp.DDP"
@@ -118,14 +124,14 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.objectives.consistency.Consistency": {"probabilities": Removed([True])},
     "exp.objectives.metrics.R2": {"multioutput": Removed(["uniform_average"])},
     DDP: {
-        "inner": Removed(),
+        **dict.fromkeys(("inner", "gradient_as_bucket_view", "static_graph"), Removed()),
         "powersgd": Removed([{"_target_": "exp.strategies.ddp.PowerSGD"}, None], is_written=True),
         "local_sgd": Removed([{"_target_": "exp.strategies.ddp.LocalSGD"}, None], is_written=True),
     },
     "exp.strategies.fsdp.FSDP": {"min_parameters": Removed(), "no_sync": Removed([False])},
     # The placement of activations changes no number.
-    "exp.strategies.hybrid.Hybrid": {"sequence": Removed()},
-    "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed()},
+    "exp.strategies.hybrid.Hybrid": {"sequence": Removed(), "vocabulary": Removed([False])},
+    "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed(), "vocabulary": Removed([False])},
     "exp.tensorboard.logger.TensorBoardLogger": {"graph": Removed()},
 }
 

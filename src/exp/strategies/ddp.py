@@ -6,8 +6,8 @@ DistributedDataParallel accepts the bf16 hook only with the NCCL backend. gloo s
 
 # Annotations are evaluated, because DistributedDataParallel compares those of a hook with classes.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,13 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from exp.errors import ErrorDetails, invalid_value, not_supported_with
 from exp.spelling import show
 from exp.strategies.batch_norm import StatisticsOverRanks, batch_norm_errors
-from exp.strategies.footprint import (
-    Footprint,
-    Load,
-    Place,
-    Transfer,
-    gather_bytes,
-)
+from exp.strategies.footprint import Footprint, Load, Transfer, gather_bytes
 from exp.strategies.gradient_averaging import broadcast_buffers, broadcast_state
 from exp.strategies.placement import Placement
 from exp.strategies.rank import Rank
@@ -43,9 +37,6 @@ class DDP(Strategy):
     Args:
         name: Name of the strategy. Default: ddp.
         find_unused_parameters: Search the graph for parameters without a gradient in every step. Default: False.
-        gradient_as_bucket_view: Make gradients views of the buckets that are sent, which saves the memory of a copy.
-            Default: True.
-        static_graph: Declare that every step uses the same parameters in the same order. Default: False.
         broadcast_buffers: Copy the buffers of rank 0 to all ranks before each forward. If False, copy them before each
             validation, checkpoint and test. Default: True.
         bucket_cap_mb: Size of a bucket in MiB. None uses torch's default. Default: None.
@@ -60,8 +51,6 @@ class DDP(Strategy):
         *,
         name: str = "ddp",
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = True,
-        static_graph: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
@@ -70,8 +59,8 @@ class DDP(Strategy):
         super().__init__(name=name)
         self.options: dict[str, object] = {
             "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
+            # Gradients are views of the buckets that are sent, which saves the memory of a copy.
+            "gradient_as_bucket_view": True,
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
@@ -81,10 +70,6 @@ class DDP(Strategy):
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return errors for options that contradict each other, the network or the phases."""
         errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
-        if self.options["static_graph"] and self.options["find_unused_parameters"]:
-            expected = "one of the two: a static graph finds unused parameters once"
-            fix = "Write strategy.find_unused_parameters=false"
-            errors.append(not_supported_with("strategy.static_graph", True, "find_unused_parameters", expected, fix))
         if planned.settings.phases and planned.placement.world_size > 1:
             # Phases average their gradients without DistributedDataParallel.
             options, defaults = self._averaging_options(), DDP()._averaging_options()
@@ -110,19 +95,16 @@ class DDP(Strategy):
         return ExpDDPStrategy(placement=placement, options=self)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the memory of one copy per rank. Gradients that are not views need additional buckets."""
-        count = load.placement.world_size
-        has_buckets = count > 1 and not self.options["gradient_as_bucket_view"]
-        buffers = {"buckets of gradients": load.gradient_bytes} if has_buckets else {}
-        places = [Place(ranks=tuple(range(count)), held=load.whole_parameters(), buffers=buffers)]
+        """Return the memory of one copy per rank, and the transfers of gradients and buffers."""
+        count, copies = load.placement.world_size, load.copies()
         if count == 1:
-            return Footprint(places=places)
+            return copies
         largest = max((one.itemsize for one in load.sizes.values() if one.learns), default=2)
         transfers = load.gradient_transfers(factor=1.0 if self.communication_hook is None else 2 / largest)
         if load.buffers and self.options["broadcast_buffers"]:
             sent = gather_bytes(load.buffers, count) * load.micro_batches
             transfers.append(Transfer(what="broadcast of buffers", sent=sent, over=count))
-        return Footprint(places=places, transfers=transfers)
+        return replace(copies, transfers=transfers)
 
     def _averaging_options(self) -> dict[str, object]:
         """Return the options that control how gradients are averaged."""
@@ -151,7 +133,6 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         super().__init__(process_group_backend=placement.backend, **arguments)
         self._hook = options.communication_hook
         self.sync_batchnorm = options.sync_batchnorm
-        self._waits_for_a_graph = bool(options.options["static_graph"])
 
     def configure_ddp(self) -> None:
         """Wrap the module in DistributedDataParallel, unless it averages its gradients itself."""
@@ -175,20 +156,6 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         own = (type(self).training_step, type(self).optimizer_step)
         is_own = own == (ExpDDPStrategy.training_step, ExpDDPStrategy.optimizer_step)
         return is_own and not self.sync_batchnorm and self._model_averager is None
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Return a context in which accumulated gradients are not sent to other ranks.
-
-        In a static graph, a backward with collectives must precede the first backward without collectives. Otherwise an
-        internal assertion of torch 2.13 fails. Therefore the first batch of the run is sent, which gives the same sum.
-        """
-        if self._waits_for_a_graph:
-            self._waits_for_a_graph = False
-            yield
-        else:
-            with super().block_backward_sync():
-                yield
 
     def on_validation_start(self) -> None:
         self._share_buffers()

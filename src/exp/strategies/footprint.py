@@ -96,6 +96,11 @@ class Load:
     def parameter_bytes(self) -> int:
         return sum(size.nbytes for size in self.sizes.values())
 
+    def copies(self) -> Footprint:
+        """Return the footprint of a copy of the network on each rank, and the all-reduce of gradients."""
+        place = Place(ranks=tuple(range(self.placement.world_size)), held=self.whole_parameters())
+        return Footprint(places=[place], transfers=self.gradient_transfers())
+
     def whole_parameters(self) -> dict[str, Held]:
         """Return all parameters, unsplit, by name."""
         return {

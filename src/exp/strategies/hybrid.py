@@ -33,7 +33,6 @@ class Hybrid(Strategy):
             like FSDP; it requires `tensor`. Default: average.
         plan: See exp.strategies.tensor_parallel. Default: auto.
         divide: See exp.strategies.tensor_parallel. Default: auto.
-        vocabulary: See exp.strategies.tensor_parallel. Default: False.
         schedule: See exp.strategies.pipeline. Default: 1f1b.
         stages_per_rank: See exp.strategies.pipeline. Default: None.
         microbatches: See exp.strategies.pipeline. Default: auto.
@@ -52,14 +51,13 @@ class Hybrid(Strategy):
         data: Literal["average", "shard"] = "average",
         plan: str | Mapping[str, str] = AUTO,
         divide: str | Sequence[str] = AUTO,
-        vocabulary: bool = False,
         schedule: str = "1f1b",
         stages_per_rank: Annotated[int, Ge(1)] | None = None,
         microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto",
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        tensor_options: dict[str, Any] = {"plan": plan, "divide": divide, "vocabulary": vocabulary}
+        tensor_options: dict[str, Any] = {"plan": plan, "divide": divide}
         pipeline_options: dict[str, Any] = {
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,

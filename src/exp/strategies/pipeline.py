@@ -31,15 +31,12 @@ class Schedule:
     Attributes:
         torch_name: Name of the schedule in torch.
         stages_per_rank: Number of stages per rank. None means two or more.
-        is_v: Whether stages are assigned to the ranks in ascending and then in descending order. The first rank then
-            also has the last stage. Default: False.
         needs_filling: Whether the schedule needs at least one micro-batch per stage. Default: False.
         in_rounds: Whether the number of micro-batches must be a multiple of the number of ranks. Default: False.
     """
 
     torch_name: str
     stages_per_rank: int | None
-    is_v: bool = False
     needs_filling: bool = False
     in_rounds: bool = False
 
@@ -47,11 +44,7 @@ class Schedule:
 SCHEDULES = {
     "gpipe": Schedule(torch_name="GPipe", stages_per_rank=1),
     "1f1b": Schedule(torch_name="1F1B", stages_per_rank=1, needs_filling=True),
-    "looped_bfs": Schedule(torch_name="LoopedBFS", stages_per_rank=None),
     "interleaved_1f1b": Schedule(torch_name="Interleaved1F1B", stages_per_rank=None, in_rounds=True),
-    "interleaved_zero_bubble": Schedule(torch_name="InterleavedZeroBubble", stages_per_rank=None, in_rounds=True),
-    "zbv_zero_bubble": Schedule(torch_name="ZBVZeroBubble", stages_per_rank=2, is_v=True),
-    "dualpipe_v": Schedule(torch_name="DualPipeV", stages_per_rank=2, is_v=True, needs_filling=True),
 }
 
 
@@ -124,8 +117,6 @@ class Pipeline(Strategy):
 
     def owners(self, ranks: int) -> list[int]:
         """Return for each stage the index of its rank within the pipeline."""
-        if self.schedule.is_v:
-            return [*range(ranks), *reversed(range(ranks))]
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:

@@ -1,7 +1,7 @@
 """Stages of one rank of a pipeline, and the functions that run micro-batches through the stages.
 
 Training uses one schedule of torch.distributed.pipelining per shape of micro-batches, because its buffers have fixed
-sizes. Evaluation runs the forward stage by stage, because torch 2.13 has no forward-only run of the V schedules.
+sizes. Evaluation runs the forward of a whole batch stage by stage.
 
 Every rank of a pipeline loads the batch, so the batch is not sent. torch passes the number of a micro-batch to each
 stage, which looks up the inputs. Values that later stages need are sent.

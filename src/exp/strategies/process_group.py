@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 
-from exp.errors import RunError
 from exp.strategies.placement import Placement
 from exp.strategies.rank import Rank
 
@@ -21,8 +19,6 @@ def join(
     placement: Placement,
     *,
     timeout_seconds: float,
-    network_interface: str | None = None,
-    high_priority_stream: bool = False,
 ) -> None:
     """Create the process group of a run with several ranks, or with one rank if the strategy needs a group.
 
@@ -30,11 +26,6 @@ def join(
         rank: Rank of this process.
         placement: Placement of the run.
         timeout_seconds: Maximum time in seconds that a rank waits for other ranks, at the start and in a collective.
-        network_interface: Network interface between nodes. None lets gloo and NCCL choose. Default: None.
-        high_priority_stream: Whether NCCL's kernels have priority over those of the network. Default: False.
-
-    Raises:
-        RunError: This machine has no such interface.
     """
     if placement.backend is None:
         return
@@ -43,18 +34,16 @@ def join(
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs do not name it
 
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    device = options = store = None
+    device = store = None
     if placement.accelerator == "cuda":
         torch.cuda.set_device(torch.device(placement.device(rank.local_rank)))
     if placement.backend == "nccl":
         device = torch.device(placement.device(rank.local_rank))
-        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority_stream)
     if rank.store is not None:
         store = FileStore(rank.store, rank.world_size)
         store.set_timeout(timeout)
     else:
         _set_rendezvous_address()
-        _set_interface(network_interface)
     torch.distributed.init_process_group(
         placement.backend,
         rank=rank.global_rank,
@@ -62,7 +51,6 @@ def join(
         timeout=timeout,
         store=store,
         device_id=device,
-        pg_options=options,
     )
 
 
@@ -85,18 +73,6 @@ def meet() -> None:
         torch.distributed.barrier(device_ids=[torch.cuda.current_device()])
     else:
         torch.distributed.barrier()
-
-
-def _set_interface(interface: str | None) -> None:
-    if interface is None:
-        return
-    names = [name for _, name in socket.if_nameindex()]
-    if interface not in names:
-        raise RunError(
-            f"launch.network_interface: got {interface}; expected one of {', '.join(names)}, the interfaces of "
-            f"{socket.gethostname()}"
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def _set_rendezvous_address() -> None:

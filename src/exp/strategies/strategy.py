@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -32,9 +32,11 @@ from exp.data.data import Data
 from exp.errors import ErrorDetails, RunError
 from exp.models.forward_trace import Call, ForwardTrace
 from exp.precision.plugin import RunPrecision
-from exp.strategies.footprint import Footprint, Load, Place
 from exp.strategies.placement import DEFAULT_DEMAND, Demand, Placement
 from exp.strategies.rank import Rank
+
+if TYPE_CHECKING:
+    from exp.strategies.footprint import Footprint, Load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +162,7 @@ class Strategy(ABC):
 
         Default: a copy of the network, and the all-reduce of gradients.
         """
-        ranks = tuple(range(load.placement.world_size))
-        return Footprint(places=[Place(ranks=ranks, held=load.whole_parameters())], transfers=load.gradient_transfers())
+        return load.copies()
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:

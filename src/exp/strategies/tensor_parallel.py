@@ -53,7 +53,6 @@ class TensorParallel(Strategy):
             words of exp.strategies.tensor_plan. Default: auto.
         divide: Name patterns of constants in containers that count parts, such as heads. They are divided by the number
             of ranks. `auto` selects the constants for a plan `auto`. Default: auto.
-        vocabulary: With the plan `auto`, whether to split embeddings and the head along the vocabulary. Default: False.
     """
 
     splits_batch = False
@@ -66,10 +65,9 @@ class TensorParallel(Strategy):
         name: str = "tensor_parallel",
         plan: str | Mapping[str, str] = AUTO,
         divide: str | Sequence[str] = AUTO,
-        vocabulary: bool = False,
     ) -> None:
         super().__init__(name=name)
-        self.plan, self.divide, self.vocabulary = plan, divide, vocabulary
+        self.plan, self.divide = plan, divide
 
     @property
     def demand(self) -> Demand:
@@ -78,7 +76,7 @@ class TensorParallel(Strategy):
 
     def plan_of(self, network: nn.Module) -> Plan:
         """Return the plan for a network. Raise ConfigError if an option does not match the network."""
-        return make_plan(network, self.plan, divide=self.divide, vocabulary=self.vocabulary)
+        return make_plan(network, self.plan, divide=self.divide)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
         """Return an error for each layer that cannot be split."""

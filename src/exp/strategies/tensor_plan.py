@@ -21,7 +21,7 @@ from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import shared_names
 
 AUTO = "auto"
-PLAN, VOCABULARY = "strategy.plan", "strategy.vocabulary"
+PLAN = "strategy.plan"
 # Layer names for `auto`: those of conf/model/gpt.yaml and transformer.yaml. Models with the same names also match.
 COLUMNS = ("query", "key", "value", "expand", "gate")
 ROWS = ("project", "contract")
@@ -65,24 +65,18 @@ class Plan:
         return found
 
 
-def make_plan(
-    network: nn.Module, plan: str | Mapping[str, str], *, divide: str | Sequence[str], vocabulary: bool
-) -> Plan:
+def make_plan(network: nn.Module, plan: str | Mapping[str, str], *, divide: str | Sequence[str]) -> Plan:
     """Return the plan for a network.
 
     Args:
         network: The network.
         plan: Option of exp.strategies.tensor_parallel.TensorParallel.
         divide: Option of TensorParallel.
-        vocabulary: Option of TensorParallel.
 
     Raises:
         ConfigError: All errors of the options.
     """
-    if isinstance(plan, str):
-        layers = _automatic(network, plan, vocabulary=vocabulary)
-    else:
-        layers = _from_patterns(network, plan, vocabulary=vocabulary)
+    layers = _automatic(network, plan) if isinstance(plan, str) else _from_patterns(network, plan)
     if divide == AUTO:
         constants = _heads(network, layers) if isinstance(plan, str) else {}
     else:
@@ -117,7 +111,7 @@ def tied_errors(network: nn.Module, plan: Plan) -> list[ErrorDetails]:
     ]
 
 
-def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, str]:
+def _automatic(network: nn.Module, plan: str) -> dict[str, str]:
     if plan != AUTO:
         raise ConfigError([invalid_value(PLAN, plan, "auto, or a mapping of name patterns to words")])
     linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
@@ -130,7 +124,7 @@ def _automatic(network: nn.Module, plan: str, *, vocabulary: bool) -> dict[str, 
         )
         fix = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with two consecutive layers"
         raise ConfigError([invalid_value(PLAN, plan, expected, fix)])
-    return layers | (_vocabulary_cuts(network, layers) if vocabulary else {})
+    return layers
 
 
 def _pairs(network: nn.Module) -> dict[str, str]:
@@ -154,20 +148,8 @@ def _pairs(network: nn.Module) -> dict[str, str]:
     return found
 
 
-def _vocabulary_cuts(network: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
-    found = {name: "vocabulary" for name, layer in network.named_modules() if isinstance(layer, nn.Embedding)}
-    heads = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear) and _last(name) == "head"]
-    if not found and not heads:
-        expected = "false, or an Embedding or a Linear called head"
-        raise ConfigError([invalid_value(VOCABULARY, True, expected, because="and the network has neither")])
-    return found | {name: "column_whole" for name in heads if name not in layers}
-
-
-def _from_patterns(network: nn.Module, plan: Mapping[str, str], *, vocabulary: bool) -> dict[str, str]:
+def _from_patterns(network: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     errors = []
-    if vocabulary:
-        expected = "the words vocabulary and column_whole in the plan"
-        errors.append(not_supported_with(VOCABULARY, True, "a plan of patterns", expected))
     if not plan:
         errors.append(invalid_value(PLAN, {}, "auto, or a mapping of name patterns to words"))
     modules = {name: module for name, module in network.named_modules() if name}

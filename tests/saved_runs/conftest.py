@@ -1,4 +1,4 @@
-"""Fixtures of saved runs: an empty working directory, short runs, and tables of invented pets."""
+"""Fixtures of saved runs: a working directory, short runs, and tables of pets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("ant", "bee", "cow")
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the test, as the working directory, with modules and a conf of a user."""
+    """A working directory with modules and a conf of a user."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("kept", "exported"):
@@ -32,7 +32,7 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trained() -> Callable[..., Any]:
-    """A function that trains a short run and loads it. allow: packages of the user that it trusts."""
+    """A function that trains a short run and loads it; its argument `allow` has trusted packages."""
 
     def train(*overrides: str, allow: tuple[str, ...] = ()):
         return exp.load(exp.fit(exp.compose([*SHORT, *overrides])).directory, allow=allow)
@@ -42,14 +42,14 @@ def trained() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def digits_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory that no test changes."""
+    """The directory of a run on data=digits, which no test changes."""
     with contextlib.chdir(tmp_path_factory.mktemp("digits")):
         return Path(exp.fit(exp.compose([*SHORT, "trainer.max_steps=20"])).directory).absolute()
 
 
 @pytest.fixture
 def digits(digits_directory: Path):
-    """A run on data=digits that no test changes."""
+    """The loaded run on data=digits, which no test changes."""
     return exp.load(digits_directory)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 
 class Sentences(Dataset[Any]):
-    """Sentences of 3 to 7 words with a row of numbers."""
+    """Data set of sentences of 3 to 7 words with a row of numbers."""
 
     def __len__(self) -> int:
         return 48
@@ -24,7 +24,7 @@ class Sentences(Dataset[Any]):
 
 
 class Padded:
-    """Pads the sentences of a batch."""
+    """Collate function that pads the sentences of a batch."""
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         tokens = pad_sequence([one["tokens"] for one in samples], batch_first=True)
@@ -37,7 +37,7 @@ class Padded:
 
 
 class Reader(nn.Module):
-    """Attention over words: several inputs, nested outputs, and an output that is no tensor."""
+    """Attention over words, with several inputs, nested outputs, and an output that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Reader(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A GRU over a variable number of words."""
+    """GRU over a variable number of words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Recurrent(nn.Module):
 
 
 class Branching(nn.Module):
-    """A branch that depends on the input."""
+    """Network with a branch that depends on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Branching(nn.Module):
 
 
 class Drawing(nn.Module):
-    """A dropout that is active during evaluation."""
+    """Network with dropout that is active in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Drawing(nn.Module):
 
 
 class OwnModule(lightning.LightningModule):
-    """A LightningModule with its own steps."""
+    """LightningModule with its own training and evaluation steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A callback that keeps what was trained, as it stands in the process; the tests copy this beside a conf."""
+"""Callback that saves the trained weights of the process. Tests copy this file next to a conf."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class Kept(Callback):
-    """Writes the state of the network at the end of training."""
+    """Callback that writes the state dict of the network at the end of training."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.save(pl_module.network.state_dict(), "kept.pt")

@@ -1,4 +1,4 @@
-"""exp.evaluate: the metrics of a run again, in one process and over ranks, and metrics of other data."""
+"""exp.evaluate: the metrics of a run again, in one process and with several ranks, and metrics of other data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_stage_gives_the_metrics_of_the_run(overrides):
 @pytest.mark.any_processor
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    # 270 samples in batches of 64 leave 14. In batches of 67 they leave two, fewer than three ranks.
+    # With batches of 64, the last of 270 samples are a batch of 14. With batches of 67, they are 2, fewer than 3 ranks.
     ("count", "batch"),
     [(2, 64), pytest.param(3, 67, marks=pytest.mark.slow)],
 )
@@ -73,7 +73,7 @@ def test_the_command_leaves_a_run_directory_of_its_own(capsys, monkeypatch, tmp_
     command = [f"run={report.directory}", "stage=val", "weights=last"]
     assert main(command) == 2
     assert "add 'security.allow=[colorsys]' to the command" in capsys.readouterr().err
-    # The YAML files of the run are not in this directory.
+    # The user's conf is not in this directory.
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert main([*command, "security.allow=[colorsys]"]) == 0
@@ -81,7 +81,7 @@ def test_the_command_leaves_a_run_directory_of_its_own(capsys, monkeypatch, tmp_
     assert sorted(Path(report.directory).rglob("*")) == before
     (found,) = tmp_path.glob("**/train/evaluations/*/*")
     assert "train=false" in (found / "overrides.yaml").read_text()
-    # resume=auto looks for a trained run.
+    # resume=auto finds the trained run, not the evaluation.
     monkeypatch.chdir(tmp_path)
     assert fitted("resume=auto", "trainer.max_epochs=2", "security.allow=[colorsys]").epochs == 2
 
@@ -95,7 +95,7 @@ def test_other_data_batches_and_metrics(trained, pets, write_csv):
     found = run.evaluate(stage="all", overrides=[*other, "hydra.run.dir=outputs/mine"])
     assert found.directory == str(Path("outputs/mine").absolute())
     assert Path("outputs/mine/report.json").is_file()
-    # Standardized by the training split of the first file.
+    # The values are standardized with the statistics of the first file's training split.
     fit = torch.load(run.path_of(None), weights_only=True)["RunData"]["table"]
     values = torch.from_numpy(np.stack([second["height"], second["weight"]], 1))
     inputs = ((values - fit["means"]) / fit["deviations"]).float()

@@ -1,4 +1,4 @@
-"""exp.export: files compared with the trained network, and errors that name unsupported operators."""
+"""exp.export: exported files equal the trained network, and errors have the unsupported operators."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ALLOW = "security.allow=[exported]"
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_exporter():
-    """The modules of the exporter, which take longer to load than an export."""
+    """Import the exporter once, because the import takes longer than an export."""
     torch.onnx.export(torch.nn.Linear(1, 1).eval(), (torch.ones(1, 1),), dynamo=True, verbose=False)
 
 
 @pytest.fixture
 def trained(trained):
-    """A function that trains a short run with networks of the user, and loads it."""
+    """A function that trains a short run with networks of a user, and loads it."""
     return lambda *overrides: trained("callbacks=[]", ALLOW, "metrics=[]", *overrides, allow=("exported",))
 
 
@@ -50,7 +50,7 @@ def outputs_of(run, inputs):
 
 
 def onnx_outputs(**inputs):
-    """Return the outputs of net.onnx."""
+    """Run net.onnx, and return its outputs."""
     return runtime.InferenceSession("net.onnx").run(None, inputs)
 
 
@@ -75,7 +75,7 @@ def test_onnx_runtime_computes_the_network(words, text, trained):
     for size in (1, 7, 64):
         x = batch_of(run, size)
         is_half = "precision=bf16_true" in words
-        # The file has the values of half parameters and computes in float32; the network rounds at every layer.
+        # The file computes in float32 with the bfloat16 values of the parameters. The network rounds at every layer.
         (found,) = onnx_outputs(input=x.numpy())
         assert_close(found, outputs_of(run, x.bfloat16() if is_half else x), atol=5e-2 if is_half else 1e-5)
     names = [one.name for one in onnx.load("net.onnx").graph.initializer]
@@ -194,7 +194,7 @@ def test_a_full_disk_keeps_the_older_file(words, digits_directory, capsys):
     output.write_bytes(b"older")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # Like a full disk: write() writes the first part, then fails.
+    # The limit simulates a full disk: write() writes the first part, then fails.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         assert main([f"run={digits_directory}", words, f"output={output}"]) == 1

@@ -1,4 +1,4 @@
-"""exp.load: the network of a run directory, of a checkpoint or of a job of a sweep, which is safe to open."""
+"""exp.load: the network of a run directory, of a checkpoint or of a sweep's job, loaded without running code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(run, word):
 
 
 def assert_as_trained(run):
-    """Compare the last weights with those that the callback Kept saved in the process that trained them."""
+    """Assert that the last weights equal those that the callback Kept saved at the end of training."""
     network = run.network(weights="last")
     assert same(network.state_dict(), torch.load("kept.pt", weights_only=True))
     assert not network.training

@@ -1,4 +1,4 @@
-"""exp.predict: each kind of file, prepared as in training, compared with the network and with scikit-learn."""
+"""exp.predict: files of each kind are prepared as in training. Predictions equal the network's and scikit-learn's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("ant", "bee", "cow")
 
 @pytest.fixture
 def pets_run(pets_directory, pets, write_csv):
-    """A run on a table of pets that no test changes, and its table."""
+    """A run on a table of pets, which no test changes, and the table."""
     write_csv("pets.csv", pets(120, seed=0))
     return exp.load(pets_directory)
 
@@ -65,7 +65,7 @@ def read_answers(path):
 @pytest.mark.parametrize("source", ["new.csv", "new.jsonl", "new.npz"])
 def test_a_table_in_each_format(source, pets_run, classify, pets, write_csv, capsys):
     new = pets(11, seed=1)
-    new["colour"][3] = "violet"  # unknown in training
+    new["colour"][3] = "violet"  # a word that is not in the training data
     expected = classify(new)
     given = {"id": np.arange(11), **{name: new[name] for name in ("weight", "colour", "height")}}
     write_csv("new.csv", given)
@@ -206,7 +206,7 @@ def test_a_sequence_has_several_classes_for_each_sample(text, trained):
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     ("strategy", "size"),
-    # Batches of 8, 8 and 7; of 22 and 1, of which one rank has none.
+    # 23 samples are batches of 8, 8 and 7, or of 22 and 1. One rank has no sample of a batch of 1.
     [("ddp", 22), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 8), ("pipeline", 8)))],
 )
 def test_ranks_predict_as_one_process(strategy, size, commands, trained):
@@ -329,7 +329,7 @@ def test_series_and_records_that_overflow_are_refused(tmp_path):
 
 
 def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):
-    """A line of numbers is a header only if training had these names, or none."""
+    """A first line of numbers is a header only if these are the names of training, or training had none."""
     rows = np.arange(3 * 64).reshape(3, 64) / 200
     body = "\n".join(",".join(map(str, row)) for row in rows)
     for names in (range(64), [f"p{number}" for number in range(64)]):

@@ -1,4 +1,4 @@
-"""exp.serve: answers and errors of requests, limits and signals."""
+"""exp.serve: responses, errors, limits and signals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TABLE = np.arange(30, dtype=np.float32).reshape(10, 3)
 
 
 def model_file(**described):
-    """Return the ONNX file of output = table[ids] + shift: ids `[batch, length]` below 10, shift `[batch, 1, 3]`."""
+    """Return an ONNX file of output = table[ids] + shift with ids `[batch, length]` below 10, shift `[batch, 1, 3]`."""
     helper, kinds = onnx.helper, onnx.TensorProto
     graph = helper.make_graph(
         [
@@ -66,7 +66,7 @@ def server():
 
 
 def ask(server, body, *, path="/predict", headers=None):
-    """Return the status and the content of an answer."""
+    """Send a request, and return status and content of the response."""
     given = {"content-type": "application/json", **(headers or {})}
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     address = server if isinstance(server, str) else server.address
@@ -88,7 +88,7 @@ def test_an_answer_has_outputs_and_classes(server):
     assert status == 200
     np.testing.assert_array_equal(found["outputs"]["output"], TABLE[[[1, 4], [9, 0]]] + 0.5)
     assert [one["class"] for one in found["predictions"]] == [["cow", "cow"], ["cow", "cow"]]
-    # JSON has no nan: null stands for it.
+    # JSON has no nan, so nan is null.
     status, content = ask(server, {"inputs": {"ids": [[2]], "shift": [[[None, 0, 0]]]}})
     assert json.loads(content)["outputs"]["output"] == [[[None, 7.0, 8.0]]]
     scores = np.array([[np.nan] * 3, [1.0, np.nan, 0.0], [-np.inf, 1.0, 0.0], [-np.inf] * 3], np.float32)
@@ -145,7 +145,7 @@ def test_a_bad_request_gets_a_reason(server, body, status, reason):
 
 def test_only_this_machine_may_ask(server):
     good = rows_of([[1]], 0)
-    # A form of another web site can send text/plain.
+    # Forms of other web sites can send text/plain, so it is refused.
     assert ask(server, good, headers={"content-type": "text/plain"})[0] == 415
     assert ask(server, good, headers={"host": "rebound.example"})[0] == 400
     assert ask(server, None, path="/nothing")[0] == 404

@@ -1,4 +1,4 @@
-"""Runs of one process, which runs of several ranks are compared with."""
+"""Fixtures with runs of one process, for comparison with runs of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-# A transformer of 4,922 parameters.
+# A transformer with 4,922 parameters.
 MODEL = ("model=transformer", "model.constants.width=16", "model.constants.hidden=32")
 # SGD: AdamW turns the rounding error of a gradient near zero into a whole step. FSDP has no fused optimizer.
 # Batches of 505 samples do not divide by 2 or 4, and the third batch of an epoch has 248.
@@ -18,8 +18,8 @@ SETTINGS = (
     *("trainer.log_every_n_steps=1", "trainer.limit_val_batches=2", "hooks=[gradients,memory]"),
     *("hooks.gradients.each_parameter=true", "metric_stages=[train,val,test]", "test=false", "logger=[]"),
 )
-# Figures of a clock, of the system, or of the part of the network that a rank holds. A bias of keys has no gradient
-# except rounding errors, and its update ratio is one rounding error over another.
+# Figures that depend on time, on the system, or on the part of the network in a rank. The update ratio is not compared,
+# because the gradient of a bias of keys is only rounding error.
 NOT_COMPARED = ("memory/", "throughput/", "gradients/update_ratio/")
 
 
@@ -68,13 +68,13 @@ def require_same_state() -> Callable[..., None]:
 
 @pytest.fixture
 def settings() -> tuple[str, ...]:
-    """The words of a small run in float64, except the model."""
+    """Overrides of a small run in float64, without the model."""
     return SETTINGS
 
 
 @pytest.fixture
 def run() -> tuple[str, ...]:
-    """The words of a small run in float64 of a transformer."""
+    """Overrides of a small run of a transformer in float64."""
     return (*MODEL, *SETTINGS)
 
 
@@ -85,7 +85,7 @@ def runs_of_one_process() -> dict[tuple[str, ...], Any]:
 
 @pytest.fixture
 def alone(ranks: Any, runs_of_one_process: dict[tuple[str, ...], Any]) -> Callable[..., Any]:
-    """A function: the run of one process with the given words, trained once for all tests."""
+    """A function that returns the run of one process with overrides, trained once for all tests."""
 
     def trained(*words: str) -> Any:
         if words not in runs_of_one_process:
@@ -97,5 +97,5 @@ def alone(ranks: Any, runs_of_one_process: dict[tuple[str, ...], Any]) -> Callab
 
 @pytest.fixture
 def reference(alone: Callable[..., Any], run: tuple[str, ...]) -> Any:
-    """The run of one process with the words of `run`."""
+    """The run of one process with the overrides `run`."""
     return alone(*run)

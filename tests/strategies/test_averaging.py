@@ -1,4 +1,4 @@
-"""Gradients averaged by flat collectives, compared with the mean computed by hand."""
+"""Gradients averaged by flat collectives equal the mean computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gradients(rank):
         parameters[name] = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=name != "frozen")
         holders = {"first": (0,), "second": (1,), "neither": (), "frozen": ()}.get(name, (0, 1))
         if rank.global_rank in holders:
-            # A gradient that does not lie in one piece, as a transposed product leaves it.
+            # A gradient that is not contiguous, like that of a transposed product.
             piece = torch.arange(parameters[name].numel(), dtype=dtype).reshape(shape[::-1]).T
             parameters[name].grad = piece * (10 * rank.global_rank + 1) + number
     average_gradients(parameters.values())

@@ -1,4 +1,4 @@
-"""Batch normalization over two ranks' shares, compared with one process that has the whole batch."""
+"""Batch normalization over two ranks equals that of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_and_batches(kind):
 
 
 def steps_of_a_rank(rank):
-    """Return by kind: outputs, gradients of the inputs, gradients and state of the layer."""
+    """Return outputs, gradients of the inputs, and gradients and state of the layer, for each kind of layer."""
     return {kind: steps_of_a_kind(rank, kind) for kind in KINDS}
 
 
@@ -41,7 +41,7 @@ def steps_of_a_kind(rank, kind):
     assert isinstance(layer, GlobalBatchNorm)
     outputs, gradients = [], []
     for batch, factor in zip(batches, factors, strict=True):
-        # 3 and 2 of five samples. Of one sample the second rank holds a copy that does not count.
+        # Ranks get 3 and 2 of five samples. If there is one sample, the second rank gets a copy that does not count.
         share.counts = len(batch) > 1 or rank.global_rank == 0
         mine = slice(0, 3) if rank.global_rank == 0 else slice(3, 5)
         part = (batch[mine] if len(batch) > 1 else batch).clone().requires_grad_()
@@ -109,9 +109,10 @@ class Classes(Callback):
 
 @pytest.fixture
 def normed(ranks, tmp_path, settings):
-    """The words of a run with a layer that normalizes.
+    """Overrides of a run with a batch norm.
 
-    1,258 samples are three batches of 419 and one of a single sample, of which the second rank's copy does not count.
+    The 1,258 samples are three batches of 419 and one of a single sample. The second rank gets a copy of this sample,
+    which does not count.
     """
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "normed.yaml").write_text(NORMED)
@@ -127,7 +128,7 @@ def normed(ranks, tmp_path, settings):
     [
         (("strategy=ddp",), ""),
         (("strategy=fsdp",), ""),
-        # fully_shard wraps this layer's class, and cannot be undone.
+        # fully_shard replaces the class of this layer, which cannot be undone.
         pytest.param(("strategy=fsdp", "strategy.shard=['norm']"), "FSDPGlobalBatchNorm", marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""Validation and checkpoints have rank 0's buffers, whatever the strategy, with phases and with averages."""
+"""With every strategy, validation and checkpoints use the buffers of rank 0, also with phases and averages."""
 
 from __future__ import annotations
 

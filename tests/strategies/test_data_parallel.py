@@ -1,4 +1,4 @@
-"""nn.DataParallel in one process: a warning, words that replicas do not support, and a replica on each GPU."""
+"""nn.DataParallel in one process: warning, options that replicas do not support, and a replica on each GPU."""
 
 from __future__ import annotations
 

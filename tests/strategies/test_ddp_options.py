@@ -1,4 +1,4 @@
-"""Gradients that strategy=ddp compresses, compared with one process and with the bytes that ranks send."""
+"""Compressed gradients of strategy=ddp: comparison with one process, and bytes that ranks send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.numeric
 
 SHORT = ("model=sequential", "optimizer=sgd", "trainer.max_epochs=null", "trainer.max_steps=12", "test=false")
-# Training steps alone, of a network whose gradients are far larger than whatever else ranks send.
+# Only training steps of a network with many gradients, so that the other messages of the ranks do not matter.
 WIDE = (
     *("model=sequential", "model.layers.hidden.out_features=512", "optimizer=sgd", "test=false", "hooks=[]"),
     *("logger=[]", "checkpoint.save_last=false", "checkpoint.save_best=false", "trainer.max_epochs=null"),
@@ -32,7 +32,7 @@ def test_compressed_gradients_train_nearly_the_same(ranks, alone, options, toler
 
 
 def wire_bytes(rank, *, directory):
-    """Return the bytes that a rank writes during a run. Rank 1 writes no files, and only sends."""
+    """Return the bytes that a rank writes during a run; rank 1 writes only messages, and no files."""
     from exp import run
 
     def written():
@@ -59,5 +59,5 @@ def test_ranks_send_the_bytes_of_the_gradients(ranks):
     whole = sent_each_step()
     assert whole == pytest.approx(4 * numbers, rel=0.02)
     assert sent_each_step("strategy.communication_hook=bf16") / whole == pytest.approx(0.5, abs=0.01)
-    # Three batches a step, whose gradients are sent once.
+    # A step has three batches, and sends the gradients once.
     assert sent_each_step("trainer.accumulate_grad_batches=3") / whole == pytest.approx(1.0, abs=0.02)

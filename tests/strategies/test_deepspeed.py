@@ -1,4 +1,4 @@
-"""strategy=deepspeed: refused without DeepSpeed; with it, trains what one process trains."""
+"""strategy=deepspeed: an error without DeepSpeed, and with it the same training as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exclusions follow from the traits of a strategy, and neither from its name nor from its author."""
+"""Exclusions depend on the traits of a strategy, and not on its name or module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""strategy=fsdp: the units that are sharded, layers that keep a dtype, and the command."""
+"""strategy=fsdp: sharded units, layers that keep a dtype, and the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_type_means_what_it_means_to_hooks_and_to_precision():
         pass
 
     network = nn.ModuleDict({"plain": nn.Linear(2, 2), "wide": Wide(2, 2), "heads": nn.MultiheadAttention(4, 2)})
-    # Not heads.out_proj: MultiheadAttention reads the weights of that Linear and never calls it.
+    # heads.out_proj is no unit, because MultiheadAttention reads the weights of this Linear without a call.
     for word in ("Linear", "torch.nn.Linear"):
         assert list(choose_units(network, [word], key="k")) == ["plain", "wide"]
         assert list(find_modules(network, [word], key="k")) == ["plain", "wide", "heads.out_proj"]
@@ -43,7 +43,7 @@ def test_a_unit_has_one_dtype(build_model):
     network.norm.double()
     chosen = choose_units(network, "auto", key="k")
     assert list(split_by_dtype(network, chosen)) == ["blocks.0", "blocks.1", "blocks.1.norm2", "norm"]
-    # A unit cannot leave out its own parameters: positions.
+    # embedding and head become units, because the rest of the network, with the parameter positions, is float16.
     network.half().embedding.float()
     network.head.float()
     assert list(split_by_dtype(network, chosen)) == ["embedding", "blocks.0", "blocks.1", "head"]
@@ -51,7 +51,7 @@ def test_a_unit_has_one_dtype(build_model):
 
 @pytest.mark.slow
 def test_layers_keep_a_dtype_in_shards(ranks, run, alone):
-    """Half of the batch sums up in another order in float32."""
+    """The tolerance is that of float32, because ranks sum halves of the batch."""
     keep = "+precision.keep.LayerNorm=fp32"
     parts = ranks.train(*run, keep, "strategy=fsdp", ranks=2)
     assert parts.losses == pytest.approx(alone(*run, keep).losses, rel=0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A network over several devices: values go where the layers are. On a CPU, cpu:0 and cpu:1 name the same device."""
+"""A network over several devices, which moves values to each layer. On a CPU, cpu:0 and cpu:1 are the same device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = ("strategy=layer_split", "launch.accelerator=cpu", "launch.devices=2")
 
 @pytest.mark.slow
 def test_resnet_in_two_named_halves(ranks, settings, alone, require_same_run):
-    """PyTorch's model-parallel tutorial."""
+    """The example is that of PyTorch's tutorial on model parallelism."""
     halves = "strategy.layers=[[stem,'stage.*'],[down,'stage2.*',norm,head]]"
     one = alone("model=resnet", *settings)
     require_same_run(one, ranks.train("model=resnet", *settings, *TWO, halves))
@@ -33,7 +33,7 @@ class Residual(nn.Linear):
 
 
 def test_values_move_to_the_next_layers_device():
-    """The meta device stands for a second one."""
+    """The test uses the meta device as a second device."""
     devices = [torch.device("cpu"), torch.device("meta")]
     layers = {"a": nn.Linear(6, 6), "b": Residual(6, 6)}
     network = ModuleDictModel(layers=layers, forward="return b(a(x), x)")

@@ -1,4 +1,4 @@
-"""Every strategy trains what one process trains: losses, norms, metrics, weights and optimizer state, in float64."""
+"""Every strategy has the losses, norms, metrics, weights and optimizer state of one process, in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_strategy_trains_what_one_process_trains(name, ranks, run, reference, 
 
 @pytest.mark.slow
 def test_every_strategy_with_every_model_and_option(ranks, share, settings, alone, require_same_run):
-    """Every pair of a strategy and a model has one of the options. Pairs that the check refuses are passed over."""
+    """Each pair of a strategy and a model is tested with one of the options, except pairs that the check refuses."""
     compared = 0
     pairs = itertools.product(VARIANTS, MODELS)
     cases = [(*pair, option) for pair, option in zip(pairs, itertools.cycle(OPTIONS), strict=False)]

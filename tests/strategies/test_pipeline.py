@@ -1,4 +1,4 @@
-"""Stages of a pipeline: how batches and layers are divided, and what ranks send each other."""
+"""Stages of a pipeline: division of batches and layers, and messages between ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from exp.strategies.pipeline_stages import count_micro_batches, keep_samples, sp
 TWO = ("strategy=pipeline", "launch.accelerator=cpu", "launch.devices=2")
 
 
-# Batch normalization needs one micro-batch.
+# A network with batch norm needs a single micro-batch.
 NORMED = ("model=resnet", "strategy.schedule=gpipe", "strategy.microbatches=1")
 
 
-# The gradients of branches are views.
+# The gradients of model=branches are views.
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [NORMED, ("model=branches",)])
 def test_models_whose_stages_are_special(ranks, settings, alone, require_same_run, words):
@@ -38,7 +38,7 @@ def test_micro_batches_hold_each_sample_once():
     assert [piece.size for piece in found] == [2, 2, 1, 0]
     held = torch.cat([keep_samples(piece.data["x"], piece.size) for piece in found])
     assert torch.equal(held, data["x"])
-    # The last sample fills up an empty micro-batch: it is a valid input of the network.
+    # An empty micro-batch gets copies of the last sample, which is a valid input.
     assert torch.equal(found[3].data["x"], data["x"][4:].expand(2, 2))
 
 

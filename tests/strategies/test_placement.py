@@ -59,7 +59,7 @@ def test_the_cores_limit_the_ranks_of_a_cpu():
             placement("ddp", devices=most + 1, machine=machine)
         assert [error.key for error in caught.value.errors] == ["launch.devices"]
     assert placement("ddp", devices=64, machine=Machine(gpus=64, cores=2)).world_size == 64
-    # Layers over 64 names of the one CPU are one rank.
+    # On a CPU, layers on 64 devices are one rank.
     assert placement("layer_split", devices=64, demand=Demand(rest="layers"), machine=Machine(gpus=0, cores=2))
 
 

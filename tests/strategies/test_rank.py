@@ -1,4 +1,4 @@
-"""The rank of a process follows from the variables of its launcher."""
+"""The rank of a process is read from the variables of its launcher."""
 
 import pytest
 
@@ -32,7 +32,7 @@ FOURTH = Rank(global_rank=3, local_rank=1, world_size=4, local_world_size=2, nod
         (SLURM, FOURTH),
         (TORCHRUN | SLURM | {"SLURM_PROCID": "0"}, FOURTH),
         ({}, ALONE),
-        # A shell in an allocation is none of its tasks.
+        # An interactive shell in an allocation is not a task.
         (SLURM | {"SLURM_JOB_NAME": "interactive"}, ALONE),
     ],
     ids=["torchrun", "slurm", "torchrun in slurm", "no launcher", "shell of slurm"],

@@ -1,4 +1,4 @@
-"""Recomputed activations: gradients and buffers are those of one forward, and other state is refused."""
+"""Recomputed activations: gradients and buffers equal those without recomputation, and other state is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exp.strategies.units import checkpoint_activations
 
 
 class Running(nn.Module):
-    """Subtracts a running mean, which `how` replaces or updates."""
+    """Layer that subtracts a running mean; `how` selects if it replaces or updates the buffer, or counts calls."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_recomputed_layers_have_the_state_of_one_forward(layer: nn.Module, patte
         inputs = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step)) for _ in "ab"]
         for network in (plain, again):
             network.zero_grad()
-            # Two micro-batches, of which the second runs before the backward of the first.
+            # The second micro-batch runs before the backward of the first.
             losses = [network(x).square().sum() for x in inputs]
             sum(losses).backward()
             with torch.no_grad():

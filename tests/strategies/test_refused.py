@@ -1,4 +1,4 @@
-"""What a strategy cannot do is an error before anything is started: the cases of refused.yaml, and code of a user."""
+"""Unsupported combinations with a strategy are errors before the run: cases of refused.yaml, and code of a user."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_parameter_without_an_axis_is_refused_where_parameters_are_sharded(tmp
 
 
 def test_functional_dropout_of_a_user_is_refused(tmp_path, monkeypatch, capsys):
-    """The parts of the network would drop values in evaluation, too."""
+    """The divided network would also drop values in evaluation."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
     for kind in ("Layer", "Functional"):
         text = f"# A network with dropout: model={kind.lower()}\n_target_: nets_that_drop.{kind}\n"

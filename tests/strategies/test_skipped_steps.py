@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one network skip a step together, as one process does."""
+"""Ranks with parts of one network skip the same steps as one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_ranks_skip_a_step_with_a_nan(ranks, run, alone, require_same_state, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "scale"),
-    # So large a scale that the first gradients are infinite: of some rank's shards, or of the last stage alone.
+    # The scale is so large that the first gradients of one rank's shards or of the last stage are infinite.
     [
         (("model=transformer", "strategy=fsdp"), "1e6"),
         (*(("model=sequential", "strategy=pipeline", "strategy.schedule=gpipe", "strategy.microbatches=1"), "1e9"),),

@@ -1,4 +1,4 @@
-"""strategy=tensor_parallel: plans, collectives, and networks in parts compared with whole ones."""
+"""strategy=tensor_parallel: plans, collectives, and divided networks compared with whole ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_automatic_plan_of_gpt(build_model):
 def test_a_chain_of_layers_is_divided_in_pairs(build_model):
     plan = make_plan(build_model("sequential"), "auto", **AUTO)
     assert plan.layers == {"hidden": "column", "hidden2": "row"}
-    # Dropout between two layers would need another mask.
+    # The first two layers are no pair, because the dropout between them would have another mask.
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert make_plan(network, "auto", **AUTO).layers == {"2": "column", "4": "row"}
 
@@ -77,10 +77,10 @@ EXACT = {
     "transformer": ("transformer", {"plan": "auto"}),
     "gpt": ("gpt", {"plan": "auto", "spec": TEXT, "words": True}),
     "vocabulary": ("gpt", {"plan": {"tokens": "vocabulary", "head": "column_whole"}, "spec": TEXT, "words": True}),
-    # The mask of the dropout is that of the whole network.
+    # The dropout has the same mask as in the whole network.
     "dropout of whole values": ("sequential", {"plan": {"hidden": "column_whole"}, "overrides": [DROPOUT]}),
 }
-# Only their numbers show that these plans change the network.
+# These plans are valid, but change the results of the network.
 INEXACT = {
     "half of the heads, twice as wide": ("transformer", {"plan": "auto", "divide": []}),
     "dropout of parts": ("sequential", {"plan": {"hidden": "column", "hidden2": "row"}, "overrides": [DROPOUT]}),
@@ -88,7 +88,7 @@ INEXACT = {
 
 
 def differences(rank):
-    """Return by name how much outputs and gradients of a divided network differ from the whole one's, in float64."""
+    """Return the largest difference between a divided network and the whole one in float64, for each case."""
     import runpy
     from pathlib import Path
 
@@ -125,7 +125,7 @@ def test_a_divided_network_computes_what_the_whole_does(ranks):
 
 
 def called_by_name(rank):
-    """Return the outputs of a divided layer whose input is positional and named."""
+    """Return the outputs of a divided layer for a positional input and for a named one."""
     import torch.distributed as dist
 
     from exp.strategies.tensor_layers import apply_plan, model_mesh
@@ -159,7 +159,7 @@ PLANS = {
 
 
 def found_differences(rank):
-    """Return by name what the ranks find of each plan."""
+    """Return the difference that a rank finds for each plan, or None."""
     import runpy
     from pathlib import Path
 
@@ -185,7 +185,7 @@ def test_a_plan_that_changes_the_function_is_found(ranks, count):
     assert all(other == first for other in others)
     for name, (_, _, expected) in PLANS.items():
         assert first[name] is None if expected is None else expected in first[name], name
-    # The outputs are those of the whole network.
+    # The outputs are equal for this plan, and a gradient differs.
     assert first["a weight between the parts"] == "the gradient of activation.weight changes"
 
 

@@ -1,4 +1,4 @@
-"""The Trainer of a rank follows its placement, and no variable of the environment."""
+"""The arguments of the Trainer depend on the placement of the rank, and not on environment variables."""
 
 import pytest
 from lightning.pytorch import Trainer
@@ -30,7 +30,7 @@ def test_variables_of_another_job_change_nothing(strategy, monkeypatch):
     sizes = ("WORLD_SIZE", "SLURM_NTASKS")
     for name, value in {**dict.fromkeys(ranks, "3"), **dict.fromkeys(sizes, "4"), "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
-    rank_zero_only.rank = 3  # as Lightning does at import under these variables
+    rank_zero_only.rank = 3  # Lightning sets this at its import if these variables exist
     placed = placement("ddp", devices=1, machine=LAPTOP)
     trainer = Trainer(**trainer_arguments(strategy, placement=placed, rank=ALONE), **QUIET)
     assert isinstance(trainer.strategy, SingleDeviceStrategy)

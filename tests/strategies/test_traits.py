@@ -1,4 +1,4 @@
-"""The traits that strategies declare, which decide what is compatible with them."""
+"""Declared traits of strategies, which define the compatible hooks, losses and options."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Any strategy saves what one process saves, and resumes from the checkpoint of any other."""
+"""Every strategy saves the same checkpoint as one process, and resumes from that of every other strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def longer(alone, run):
 
 
 def require_resumed(ranks, require_same_state, whole, run, earlier, later):
-    """Raise AssertionError unless a run of one strategy that another resumes equals the run of one process."""
+    """Assert that a run with strategy `earlier` that is resumed with strategy `later` equals a run of one process."""
     before = train(ranks, earlier, *run)
     after = train(ranks, later, *run, LONGER, last(before))
     for tag, values in whole.values.items():

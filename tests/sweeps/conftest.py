@@ -1,4 +1,4 @@
-"""Fixtures of sweeps: an empty working directory, jobs that end in many ways, and the tables of finished sweeps."""
+"""Fixtures of sweeps: an empty working directory, jobs that end in different ways, and tables of finished sweeps."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from exp.tensorboard.event_file import encode_records
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the test, empty, as the working directory."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def ends(working_directory: Path) -> None:
-    """Provide the conf of a user, whose callbacks=[ends] and model=ending end their process as `how` says."""
+    """Write a conf with callbacks=[ends] and model=ending, which end their process in the way `how`."""
     shutil.copy(Path(__file__).with_name("ends.py"), working_directory)
     shutil.copytree(Path(__file__).with_name("conf"), working_directory / "conf")
 
 
 @pytest.fixture
 def table() -> Callable[[], list[dict[str, str]]]:
-    """A function that returns the rows of the one sweep below outputs/."""
+    """A function that returns the rows of the only sweep in outputs/."""
 
     def read() -> list[dict[str, str]]:
         (path,) = Path("outputs").rglob("table.csv")
@@ -117,10 +117,10 @@ def write_run_directory(
 
 @pytest.fixture
 def write_run() -> Callable[..., Path]:
-    """A function that writes a run directory like the one of a real run.
+    """A function that writes a run directory like that of a real run.
 
     Args:
-        typed: overrides, in the order of the command line.
+        typed: overrides in the order of the command line.
         value: last loss/val.
         reported: further entries of report.json.
     """

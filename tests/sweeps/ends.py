@@ -1,4 +1,4 @@
-"""A callback and a layer that end the process of their job in the way that the config names."""
+"""A callback and a layer that end the process of their job in the way that the config selects."""
 
 import ctypes
 import json
@@ -18,7 +18,7 @@ FOUND = Path("found")
 
 
 class Ends(Callback):
-    """Ends the process after the first training batch."""
+    """Callback that ends the process after the first training batch."""
 
     def __init__(self, *, how: str) -> None:
         self.how = how
@@ -27,7 +27,7 @@ class Ends(Callback):
         getattr(self, self.how)()
 
     def well(self):
-        # Records whether an earlier job has changed this process.
+        # Record if an earlier job has changed this process.
         with FOUND.open("a") as file:
             is_in_place = Path.cwd() == FOUND.absolute().parent
             file.write(f"{torch.get_default_dtype()} {os.environ.get('LEFT')} {is_in_place}\n")
@@ -57,13 +57,13 @@ class Ends(Callback):
         raise ValueError("raised by the user")
 
     def limited_memory(self):
-        # Like `ulimit -v`, a little above the current size of the process.
+        # The same as `ulimit -v` with a little more than the current size of the process.
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, size + 2**26))
         self.kept = torch.ones(2**28)
 
     def full_disk(self):
-        # Like a disk without room for a checkpoint.
+        # Simulates a disk that has no space for a checkpoint.
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     def one_rank(self):
@@ -75,7 +75,7 @@ class Ends(Callback):
         os.abort()
 
     def threads(self):
-        # Threads of this process, and of the processes that it would start.
+        # Number of threads in this process, and in processes that it starts.
         words = {"threads": torch.get_num_threads(), "variable": os.environ["OMP_NUM_THREADS"]}
         Path(f"threads{os.environ.get('RANK', '')}.json").write_text(json.dumps(words))
 
@@ -97,7 +97,7 @@ class Ends(Callback):
 
 
 class Layer(torch.nn.Module):
-    """Ends the process of a check in the same ways, in its constructor or in its forward."""
+    """Layer that ends the process during the check, in its constructor or in its forward."""
 
     def __init__(self, *, how: str, at: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Layer(torch.nn.Module):
     exit_0, segmentation_fault, killed, sys_exit = Ends.exit_0, Ends.segmentation_fault, Ends.killed, Ends.sys_exit
 
     def raises_later(self):
-        # In no object of the network, because a network that keeps state is not stacked.
+        # The calls are kept outside the network, because a network with such state is not stacked.
         CALLS.append(self.how)
         if len(CALLS) == 12:
             raise ValueError("raised by a layer of the user")
@@ -140,7 +140,7 @@ CALLS: list[str] = []
 
 
 class Running(torch.nn.Module):
-    """Subtracts a running mean, in a buffer that each step replaces, and counts the steps."""
+    """Layer that subtracts a running mean in a buffer, which each step replaces, and counts the steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Running(torch.nn.Module):
 
 
 class Counted(CrossEntropy):
-    """Counts its calls in a buffer."""
+    """Loss that counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

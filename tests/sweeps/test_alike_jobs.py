@@ -1,4 +1,4 @@
-"""Jobs that resemble an earlier job are composed and checked faster, with the same configs and errors."""
+"""Jobs that differ little from an earlier job are composed and checked faster, with the same configs and errors."""
 
 import gc
 import tracemalloc
@@ -25,7 +25,7 @@ def jobs_of(master):
     [
         ["model=mlp", "optimizer.lr=-1,1", "seed=0,-3"],
         ["tags=[a],[b]", "data.dataset.seed=1,2"],
-        ["model=mlp", "model.constants.width=16,32"],  # layers are as wide
+        ["model=mlp", "model.constants.width=16,32"],  # the key also sets the width of the layers
         ["name=a,b", "hydra.sweep.subdir=s_${name}"],
         ["tags=['${hydra:job.num}']", "seed=0,1"],
         pytest.param(["model=lenet,mlp", "trainer.max_epochs=2,3", "seed=1,2"], marks=pytest.mark.slow),
@@ -53,7 +53,7 @@ SGD = ["optimizer=sgd", "scheduler=one_cycle"]
         ([], [["optimizer.betas=[0.7,0.9]"], ["optimizer.betas=[2.0,0.9]"], ["optimizer.betas=[0.1,0.1]", "seed=2"]]),
         (SGD, [["optimizer.momentum=0.5"], ["optimizer.momentum=-1.0"], ["optimizer.momentum=0.9"]]),
         (SGD, [["scheduler.pct_start=0.3"], ["scheduler.pct_start=7.0"]]),
-        # Other values follow from these: a network, a word, other batches.
+        # These keys change other values of the config.
         ([], [["model.layers.hidden.out_features=8"], ["model.layers.hidden.out_features=9"]]),
         ([], [["optimizer=sgd"], ["optimizer=adam"]]),
         ([], [["data.batch_size=8"], ["data.batch_size=16"]]),
@@ -75,7 +75,7 @@ def test_a_job_has_the_same_errors_after_a_similar_one(shared, own):
 
 
 def test_ten_thousand_jobs_fit_into_memory():
-    """A DictConfig takes 400 kB: 10,000 jobs would take 4 GB in one process."""
+    """A DictConfig takes 400 kB, so a DictConfig for each of 10,000 jobs would take 4 GB."""
     made = jobs_of(compose_sweep(["model=mlp", "seed=range(0,10000)"]))
     jobs = [made.compose(number, [f"seed={number}"]) for number in range(3)]
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Jobs of a sweep on a cluster: SLURM with scripts as its commands, and executors that run jobs on this machine."""
+"""Jobs of a sweep on a cluster, with scripts instead of SLURM's commands, and with executors on this machine."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def work(number, *overrides):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A function that returns an executor for SLURM commands that read and write files of the working directory."""
+    """A function that returns an executor for simulated SLURM commands, which use files of the working directory."""
     (tmp_path / "bin").mkdir()
     for name, body in COMMANDS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    # Freezes jobs in this process.
+    # Jobs are frozen in this process.
     processes = SimpleNamespace(call=lambda function, *given: function(*given))
 
     def executor(**settings):
@@ -73,14 +73,14 @@ def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
     Path("states").write_text("1|COMPLETED\n2|OUT_OF_MEMORY\n3|RUNNING\n")
     (end,) = running.ends(5.0)
     assert (end.job, end.outcome.status) == (0, "completed")
-    # squeue is called again after 5 s, and a job without a report has 5 s to write it.
+    # squeue is called every 5 s, and a job has 5 s to write its report.
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 10)
     (end,) = running.ends(5.0)
     assert end.job == 1
     assert "ran out of the memory that SLURM gave it (hydra.launcher.mem_gb)" in str(end.outcome)
     assert read_report("outputs/1").status == "failed"
-    # A later sweep finds the job that is still queued.
+    # A new sweep does not submit the job that is still queued.
     slurm().start(work(2, "seed=2"))
     assert Path("jobs").read_text().count("\n") == 3
     running.end(signal.SIGINT)
@@ -139,7 +139,7 @@ def processes():
 
 @pytest.fixture
 def cluster(processes, ends):
-    """A function that returns an executor that runs jobs on this machine, with submitit or Ray."""
+    """A function that returns an executor of submitit or Ray that runs jobs on this machine."""
 
     def executor(name, **settings):
         if name == "ray":
@@ -156,7 +156,7 @@ def cluster(processes, ends):
 
 
 def outcomes(running, jobs, *, on_wait=None):
-    """Run jobs like a sweep, and return the outcome of each."""
+    """Run jobs like a sweep, and return their outcomes."""
     waiting, started, found = list(enumerate(jobs)), 0, {}
     limit = time.monotonic() + 300
     while len(found) < len(jobs):
@@ -174,7 +174,7 @@ def outcomes(running, jobs, *, on_wait=None):
 
 
 def interrupt_once(running):
-    """Return a function that sends SIGINT when a job waits for it."""
+    """Return a function that sends SIGINT when the job is ready for it."""
     signalled = []
 
     def interrupt():
@@ -237,14 +237,14 @@ def test_each_end_of_a_job_on_a_cluster_is_reported(name, cluster):
 
 @pytest.mark.slow
 def test_a_job_saves_before_its_time_limit(cluster):
-    # SIGUSR1 comes after 15 s.
+    # SLURM sends SIGUSR1 after 15 s.
     with cluster("slurm", timeout_min=1, signal_delay_s=45) as running:
         (over,) = outcomes(running, [ENDLESS])
     assert isinstance(over, Interrupted)
     assert over.signum == signal.SIGUSR1
     Path("found").unlink()
     with cluster("slurm") as running:
-        # In the directory of the first job, from its last checkpoint.
+        # The job resumes from its last checkpoint in the same directory.
         (ended,) = outcomes(running, [ENDLESS], on_wait=interrupt_once(running))
     assert isinstance(ended, Interrupted)
     assert ended.signum == signal.SIGINT

@@ -1,4 +1,4 @@
-"""How many jobs fit on a machine, and what each job sees of it, computed by hand."""
+"""Number of jobs that run at a time on a machine, and visible devices of each job."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def asked(demand=AUTO, *, machine, per_job="auto", **launch):
         (CPU, DDP, "auto", {}, Need(ranks=2), 4),
         (CPU, DDP, "auto", {"devices": 3}, Need(ranks=3), 2),
         (FOUR, AUTO, "auto", {"accelerator": "cpu"}, Need(ranks=1), 16),
-        # strategy=auto would use all four GPUs, which leaves room for one job only.
+        # With strategy=auto a job would use all four GPUs, so it gets one.
         (FOUR, AUTO, "auto", {}, Need(gpus=1), 4),
         (FOUR, AUTO, "auto", {"devices": 2}, Need(ranks=2, gpus=2), 2),
         (FOUR, DDP, "auto", {}, Need(ranks=4, gpus=4), 1),
@@ -85,7 +85,7 @@ def test_each_job_sees_its_own_gpus():
     # More jobs than GPUs share them evenly.
     devices = Devices(["0", "1"])
     assert sorted(devices.take(Need(gpus=1)) for _ in range(4)) == [("0",), ("0",), ("1",), ("1",)]
-    # A job that needs none, or names its own, sees all of them.
+    # A job that needs no GPU or selects its GPUs sees all of them.
     assert visible_gpus(devices.take(Need())) == visible_gpus(devices.take(Need(gpus=2, is_alone=True))) == {}
 
 
@@ -93,7 +93,7 @@ def test_gpus_keep_the_names_of_the_environment():
     named = {"CUDA_VISIBLE_DEVICES": "GPU-8a,GPU-17"}
     devices = Devices.of(Machine(gpus=2), named)
     assert devices.take(Need(gpus=2)) == ("GPU-8a", "GPU-17")
-    # After an index that does not exist, torch sees none.
+    # torch ignores all indices after one that does not exist.
     assert Devices.of(Machine(gpus=1), {"CUDA_VISIBLE_DEVICES": "3,-1,2"}).take(Need(gpus=1)) == ("3",)
     assert Devices.of(Machine(gpus=2), {}).take(Need(gpus=2)) == ("0", "1")
 

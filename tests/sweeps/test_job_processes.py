@@ -1,4 +1,4 @@
-"""Each job of a sweep runs in its own process: any end of it is one row, and the other jobs continue."""
+"""Each job of a sweep runs in its own process. If it ends in any way, it is one row, and the other jobs continue."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("ends")
 SMALL = ("callbacks=[ends]", "hooks=[]", "logger=[]", "test=false", "trainer.limit_val_batches=1", "sweep.stack=false")
 ENDLESS = (*SMALL, "trainer.max_epochs=100000", "callbacks.ends.how=waits")
-# Part of the error of a job, by the way in which its process ends; an empty text if the job completes.
+# Part of the job's error for each way in which its process ends; empty if the job completes.
 ERRORS = {
     "exit_0": "ended with status 0 without a message; the last line of its log",
     "segmentation_fault": "was killed by SIGSEGV; Segmentation fault in ends.py, line",
@@ -39,7 +39,7 @@ def test_each_end_of_a_process_is_one_row(count, commands, table):
         assert row["status"] == ("failed" if ERRORS[how] else "completed"), row
         # The full path of ends.py is in the message.
         assert all(words in row["error"] for words in ERRORS[how].split("in ends.py")), row
-        # A full disk has no room for the report either.
+        # If the disk is full, the report is also missing.
         assert how == "full_disk" or len(list(Path("outputs").rglob(f"{row['directory']}/report.json"))) == 1
     assert set(Path("found").read_text().splitlines()) == {"torch.float32 None True"}
     if "aborts" in hows:
@@ -73,7 +73,7 @@ def test_running_jobs_outlive_their_server(started, table):
     (server,) = {psutil.Process(job).parent().pid for job in jobs}
     assert server != command.process.pid
     os.kill(server, signal.SIGKILL)
-    time.sleep(0.5)  # several looks of the sweep at its jobs
+    time.sleep(0.5)  # the sweep checks its jobs several times in this time
     assert all(psutil.pid_exists(job) for job in jobs)
     os.kill(command.process.pid, signal.SIGINT)
     done = command.end()
@@ -169,7 +169,7 @@ CORES = len(os.sched_getaffinity(0))
 @pytest.mark.skipif(CORES < 2, reason="one core cannot be divided")
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_divide_the_threads_of_the_machine(count, commands):
-    # A network large enough for more than one thread.
+    # The network is large enough to use more than one thread.
     large = ("model=mlp", "model.constants.width=512", "trainer.max_steps=1", "callbacks.ends.how=threads")
     done = commands.run(
         "-m",

@@ -1,4 +1,4 @@
-"""A sweep that is killed or interrupted at any moment resumes: no job is lost, none runs twice, no value changes."""
+"""A killed or interrupted sweep resumes: no job is lost, no job runs twice, and no value changes."""
 
 import csv
 import json
@@ -35,7 +35,7 @@ def table(directory: Path) -> list[dict[str, str]]:
 
 
 def trials(directory: Path) -> list[tuple[object, ...]]:
-    """Return what was proposed, reported and recorded for each trial of a search."""
+    """Return number, proposal, values, intermediate values and state of each trial of a search."""
     study = optuna.load_study(study_name=STUDY, storage=open_journal(directory))
     return [
         (trial.number, trial.params, trial.values, trial.intermediate_values, trial.state) for trial in study.trials
@@ -74,7 +74,7 @@ def test_a_killed_sweep_resumes_exactly(commands, started):
 
 
 def kill_at_random(commands, share, *overrides: str) -> None:
-    """Run a sweep until it ends, after it was killed some times."""
+    """Run a sweep, kill and resume it several times, and let it complete."""
     random = share.random()
     resume = [f"hydra.sweep.dir={BROKEN.absolute()}"]
     for _ in range(share.count(20)):
@@ -87,7 +87,7 @@ def kill_at_random(commands, share, *overrides: str) -> None:
         os.kill(command.process.pid, signal.SIGKILL)
         command.end()
         if BROKEN.is_dir() and not (BROKEN / "sweep.json").is_file():
-            shutil.rmtree(BROKEN)  # killed before it wrote what it is
+            shutil.rmtree(BROKEN)  # killed before it wrote sweep.json, so it cannot be resumed
         if BROKEN.is_dir():
             resume = [f"sweep.resume={BROKEN.absolute()}"]
     run(commands, *overrides, *resume)
@@ -147,7 +147,7 @@ def test_a_signal_at_any_moment_saves_the_running_jobs(overrides, commands, shar
         assert done.returncode == 128 + signum, said
         assert "Traceback" not in done.stderr, said
         if not BROKEN.exists():
-            continue  # before its first job
+            continue  # the signal came before the first job
         rows = table(BROKEN)
         by_directory = {row["directory"]: row for row in rows if row["directory"]}
         for directory in (path.parent for path in BROKEN.glob("*/config.yaml")):
@@ -173,7 +173,7 @@ def test_trials_that_are_known_together_are_stacked(commands):
 
 @pytest.mark.parametrize("stack", ["auto", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_search_prunes_trials_that_fall_behind(stack, commands):
-    """A pruner compares a job with those that ended before it, so such jobs are not stacked."""
+    """A pruner compares a job with earlier jobs, so jobs with a pruner are not stacked."""
     searched = ("optimizer.lr=tag(log,interval(1e-7,1e-1))", "sweep.sampler=random", "sweep.trials=4")
     pruned = ("sweep.pruner=asha", "sweep.jobs=1", f"sweep.stack={stack}", "trainer.max_epochs=2", "data=wine")
     run(commands, *searched, *pruned, f"hydra.sweep.dir={WHOLE}")
@@ -186,7 +186,7 @@ def test_a_search_prunes_trials_that_fall_behind(stack, commands):
 
 
 def test_a_job_has_the_identity_that_an_earlier_version_gave_it():
-    # Of the default config, in the version that wrote earlier_config.yaml.
+    # Identity of the default config in the version of earlier_config.yaml.
     identity, earlier = "24cd1e09c3bbece1", yaml.safe_load(Path(__file__).with_name("earlier_config.yaml").read_text())
     now = resolve(exp.compose([])).plain
     assert identity_of(earlier) == identity_of(now) == identity

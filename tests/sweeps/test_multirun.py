@@ -1,4 +1,4 @@
-"""multirun.sh: its three ways, with further overrides after them."""
+"""The three kinds of sweeps in multirun.sh, with further overrides."""
 
 import csv
 import os
@@ -29,7 +29,7 @@ def script(tmp_path, scripts):
 
 
 def test_the_script_passes_its_words_on(tmp_path):
-    """A stand-in for Python prints its arguments."""
+    """The test replaces Python by a script that prints its arguments."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)

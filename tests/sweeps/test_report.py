@@ -1,4 +1,4 @@
-"""python -m exp.report: a real sweep, written and damaged run directories, and the command."""
+"""python -m exp.report: a real sweep, generated and damaged run directories, and the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from exp.tensorboard.curves import Curve
 
 
 class Parsed(HTMLParser):
-    """The tags of a page, its text, and the cells of its tables."""
+    """Parser that collects tags, text and table cells of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def write_sweep(write_run):
-    """A function that writes a sweep over rates, models and seeds, of which jobs 4 and 5 (0.01 and a) are the best."""
+    """A function that writes a sweep over rates, models and seeds, where jobs 4 and 5 (rate 0.01, model a) are best."""
 
     def write(directory: Path, *, seeds: int = 2) -> Path:
         pairs = itertools.product((0.0001, 0.01, 1.0), ("a", "b"), range(seeds))
@@ -156,7 +156,7 @@ def test_the_page_is_complete_and_self_contained(sweep, write_run):
     assert rows[0][header.index("optimizer.lr")] == "0.0001"
     assert rows[12][header.index("tag")] == hostile
     assert "script" not in [tag for tag, _ in page.tags]
-    assert "of the pictures: Glyph 27493" in page.text  # the font of the PNGs has no such letter
+    assert "of the pictures: Glyph 27493" in page.text  # the font of the pictures lacks this letter
     assert not re.search(r"https?:|@import|<link|<iframe|<object", text)
     assert all(name not in ("onclick", "onload") for _, own in page.tags for name in own)
     links = [own["href"] for tag, own in page.tags if own.get("href")]
@@ -201,7 +201,7 @@ def test_defaults_and_equal_numbers_are_values(folder, write_run):
     assert found.keys == ["optimizer.lr", "precision"]
     assert [row.swept["optimizer.lr"] for row in found.rows] == ["0.001", "0.001", "0.005"]
     assert [row.swept["precision"] for row in found.rows] == ["(default)", "(default)", "bf16"]
-    write_run(folder / "d", "train=false", value=0.0)  # as exp.evaluate does
+    write_run(folder / "d", "train=false", value=0.0)  # a run directory of exp.evaluate
     shown = run(folder, "--output", folder / "page")[1]
     assert "evaluations are left out: 1" in shown
     assert "best    a, loss/val 1  optimizer.lr=0.001\n" in shown
@@ -261,7 +261,7 @@ def test_incomplete_runs_are_rows_with_their_problems(sweep):
 
 
 def test_a_job_of_a_running_sweep_is_running(folder, write_sweep):
-    """A job locks its directory only when its training begins, but the sweep locks the directory of the sweep."""
+    """A job locks its directory when its training begins, so the lock of the sweep's directory is also checked."""
     sweep = write_sweep(folder / "sweep", seeds=1)
     (sweep / "0" / "report.json").unlink()
     with lock_sweep(sweep):
@@ -269,7 +269,7 @@ def test_a_job_of_a_running_sweep_is_running(folder, write_sweep):
     assert read_run(sweep / "0").status == "no report"
 
 
-# Drawn without the files: the lengths of event files differ between runs, which Hypothesis reports as flaky.
+# Damages do not depend on the files, because Hypothesis reports a test as flaky if lengths of files differ.
 damages = st.tuples(
     st.integers(0, 999), st.sampled_from(["remove", "overwrite", "cut", "cut"]), st.floats(0, 1), st.binary(max_size=50)
 )
@@ -289,7 +289,7 @@ def test_damaged_files_never_fail_the_report(tmp_path_factory, write_sweep, dama
             written = path.read_bytes()
             path.write_bytes(written[: int(share * len(written))])
     found = find_runs([sweep])
-    assume(found.runs)  # exp.report ends before it compares nothing
+    assume(found.runs)  # without runs, exp.report ends with an error before this code
     comparison = compare(records_of(sweep), problems=found.problems)
     rows = Parsed(page(comparison, (), notes=comparison.notes, about="")).rows
     assert [row[0] for row in rows[1 : 1 + len(found.runs)]] == [path.name for path in found.runs]
@@ -390,13 +390,13 @@ def test_a_band_is_a_mean_and_a_sample_deviation():
     assert found.steps.tolist() == list(range(0, 70, 10))
     np.testing.assert_allclose(found.mean, drawn.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(found.deviation, drawn.std(axis=0, ddof=1), rtol=1e-12)
-    # Curves are interpolated at the steps that all of them span.
+    # Curves are interpolated in the range of steps that all of them have.
     found = band([curve([0, 10, 20], [0, 10, 0]), curve([5, 15, 40], [1, 1, 1])])
     assert found.steps.tolist() == [5, 10, 15, 20]
     np.testing.assert_allclose(found.mean, [3, 5.5, 3, 0.5], rtol=1e-12)
     assert band([curve([0, 1], [1, 1]), curve([2, 3], [1, 1])]) is None
     assert band([curve([], [])]) is None
-    # A value that is not finite leaves a gap.
+    # A value that is not finite is a gap in the band.
     found = band([curve([0, 1, 2], [1, np.inf, 3]), curve([0, 1, 2], [1, 1, 5])])
     assert np.isnan(found.mean).tolist() == [False, True, False]
     assert (found.mean[2], found.deviation[2]) == (4, pytest.approx(np.sqrt(2)))

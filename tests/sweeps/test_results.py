@@ -1,4 +1,4 @@
-"""The table of a sweep, as a file and on the screen."""
+"""The table of a sweep in files and on the screen."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def row(job: int, value: float, *, monitor: str = "loss/val", mode: str = "min",
 
 
 def repeated() -> list[Row]:
-    """Return two rates by three seeds: the second rate has the best single job, the first the better mean."""
+    """Return rows of two rates with three seeds: the second rate has the best job, the first one the better mean."""
     values = {"0.1": [0.4, 0.5, 0.45], "1": [0.1, 0.9, 1.3]}
     pairs = [(rate, str(seed), value) for rate, own in values.items() for seed, value in enumerate(own)]
     return [
@@ -137,7 +137,7 @@ def test_the_page_has_fewer_columns_than_the_csv(tmp_path):
     assert "| loss/val | loss/val/penalty |" in page
     assert "accuracy/test" in page
     assert "gradients" not in page
-    # A key that is equal in all jobs has no column; of a single job all keys are shown.
+    # Keys with equal values in all jobs have no column, except in a sweep of one job.
     assert "name" not in written(tmp_path, repeated())[0]
     assert {"name", "seed"} <= written(tmp_path, repeated()[:1])[0].keys()
 

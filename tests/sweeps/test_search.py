@@ -1,4 +1,4 @@
-"""A search: what it proposes, in which order results count, and what its record holds."""
+"""A search: its proposals, the order of results, and its record."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ SPACE = Space(axes=(LR, WIDTH, KIND, MOMENTUM), fixed=("model=mlp",))
 
 @pytest.fixture
 def search(tmp_path):
-    """A function that opens a search in a directory below the one of the test."""
+    """A function that opens a search in a subfolder of the test's directory."""
 
     def open_search(name="", *, sampler="tpe", trials=20, width=1, **other) -> Search:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def loss(values) -> float:
 
 
 def run(found: Search, count: int | None = None, ends: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Return the proposals, each completed when it is made, or ended as `ends` says."""
+    """Return the proposals of a search, each reported as completed, or with the status in `ends`."""
     proposals = []
     while (count is None or len(proposals) < count) and (proposal := found.ask()) is not None:
         end = ends[len(proposals)] if ends else "completed"
@@ -66,10 +66,10 @@ def test_proposals_lie_in_the_space_and_follow_the_seed(sampler, search):
 def test_a_killed_search_continues_with_the_same_proposals(killed_after, search, tmp_path):
     whole = run(search("whole"))
     before = run(search("broken"), killed_after)
-    search("broken").ask()  # a proposal without an end
+    search("broken").ask()  # a proposal without a result
     with (tmp_path / "broken" / "sweep.journal").open("a") as file:
-        file.write('{"op_code":4,"worker_id"')  # half a line
-    # Finished jobs are found again, and reported again.
+        file.write('{"op_code":4,"worker_id"')  # an incomplete line
+    # The search proposes and gets the finished jobs again.
     assert run(search("broken")) == whole
     assert before == whole[:killed_after]
     trials = study(tmp_path / "broken").trials
@@ -101,7 +101,7 @@ def test_failed_and_pruned_trials_are_recorded(search, tmp_path):
     states = {"failed": "FAIL", "pruned": "PRUNED", "completed": "COMPLETE"}
     run(search(trials=6), ends=ends)
     assert [trial.state.name for trial in study(tmp_path).trials] == [states[end] for end in ends]
-    # Retried, the failed trials stay as they are recorded, and so do the proposals after them.
+    # A retry changes neither the records of failed trials nor the later proposals.
     assert len(run(search(trials=8))) == 8
     assert [trial.number for trial in study(tmp_path).trials if trial.state.name == "FAIL"] == [0, 4]
 
@@ -131,7 +131,7 @@ def test_a_job_that_falls_behind_is_pruned(search, tmp_path):
     assert not any(good.report(0.5 / step, step=step) for step in (1, 2, 3))
     assert not bad.report(9.0, step=1), "the first report is warm-up"
     assert bad.report(9.0, step=2)
-    # If its process is killed now, the next process finds its reports, and that it was pruned.
+    # After a kill, the next process finds the reports of the trial and that it was pruned.
     again = job(7)
     assert again.pruned_at == 2
     assert not again.report(0.0, step=1)

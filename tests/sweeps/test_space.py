@@ -1,4 +1,4 @@
-"""The values that a sweep combines or draws: lists, intervals, conditions, and sizes that are counted, not listed."""
+"""Values that a sweep combines or draws: lists, intervals, conditions, and numbers of jobs computed without a list."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def test_a_condition_that_never_holds_is_refused(when, message):
 
 @pytest.fixture(scope="module")
 def master():
-    """A composed sweep, whose overrides the test replaces."""
+    """A composed sweep. Tests replace its overrides."""
     return compose_sweep(["optimizer.weight_decay=range(0,1)"])
 
 

@@ -1,4 +1,4 @@
-"""A member of a stack equals the same job alone: its numbers, its files, its checkpoints, its end."""
+"""A member of a stack equals the same job alone: values, files, checkpoints and status."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ from exp.sweeps.stacked_network import Unstackable
 pytestmark = pytest.mark.usefixtures("ends")
 
 QUIET = ["trainer.enable_progress_bar=false", "sweep.stack=true"]
-# Measurements of a process and of a clock, which are the stack's.
+# Measurements of time and memory, which are those of the whole stack.
 OF_THE_STACK = ("throughput/", "memory/host_")
 HEAT_MAPS = ("gradients/norm", "gradients/update_ratio")
 TIMES = ("wall_seconds", "step_ms", "peak_memory_mib", "directory")
@@ -53,7 +53,7 @@ def jobs_of(name, shared, own):
 
 
 def stacked(shared, own, *, name="stack"):
-    """Return the outcome of each job, trained together, in the order of the jobs."""
+    """Train jobs together, and return their outcomes in the order of the jobs."""
     found = dict(train(jobs_of(name, shared, own)))
     assert sorted(found) == list(range(len(own)))
     return [found[place] for place in range(len(own))]
@@ -74,7 +74,7 @@ def events(report):
 
 
 def scalars(report, *tags):
-    """Return the values of tags that start like one of `tags`, by tag and step."""
+    """Return the values of tags that start with one of `tags`, by tag and step."""
     return {key: values for key, values in events(report).items() if key[0].startswith(tags)}
 
 
@@ -83,7 +83,7 @@ def weights(report):
 
 
 def assert_close(one, other):
-    """Compare two jobs in float64, in which the order of summation moves the twelfth digit."""
+    """Assert that two jobs in float64 are equal up to differences in the order of summation."""
     assert isinstance(one, Report), one
     assert one.steps == other.steps
     assert one.best["step"] == other.best["step"]
@@ -114,7 +114,7 @@ def test_stacked_jobs_equal_single_ones_in_float64():
         assert rates == scalars(other, "optimizer/lr/")
 
 
-# The files are named, because the text alone would be the four million characters of the standard library.
+# A short text, because the default text has four million characters.
 GPT = ["experiment=gpt", "data.dataset.files=text/a.txt", "data.batch_size=8"]
 GPT += ["model.constants.width=16", "model.constants.hidden=32"]
 GPT += ["trainer.max_time=null", "trainer.val_check_interval=null"]
@@ -122,11 +122,11 @@ OPTIMIZERS = [
     ["optimizer=adamw"],
     ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
     ["optimizer=adam"],
-    # At its default rate of 0.01 the first steps of LeNet raise the loss tenfold, and roundings of bfloat16 with it.
+    # With the default rate of 0.01, the first steps of LeNet increase the loss and rounding errors tenfold.
     ["optimizer=rmsprop", "optimizer.lr=0.0005"],
 ]
 NORMED = (["model=mlp"], ["model=normed"])
-# In torch 2.13 vmap cannot differentiate a LayerNorm with bfloat16 inputs and float32 weights: such jobs run alone.
+# vmap of torch 2.13 cannot differentiate a LayerNorm with bfloat16 inputs and float32 weights. Such jobs run alone.
 CASES = [
     [*model, *optimizer, f"precision={precision}"]
     for model, optimizer, precision in itertools.product((*NORMED, ["model=lenet"], GPT), OPTIMIZERS, ("fp64", "bf16"))
@@ -141,7 +141,7 @@ def test_every_model_optimizer_and_precision_can_be_stacked(share):
     Path("text").mkdir()
     Path("text/a.txt").write_text("".join(chr(97 + (7 * n * n + n // 3) % 26) for n in range(6_000)))
     for number, case in enumerate(share.of(CASES)):
-        # Training amplifies roundings: within five steps of bfloat16 the loss moved by at most 1e-3 of itself.
+        # Training amplifies rounding errors. After five steps in bfloat16, losses differ by at most 1e-3.
         steps = 22 if "precision=fp64" in case else 5
         shared = [*case, "trainer.max_epochs=2", f"trainer.max_steps={steps}", "hooks=[]"]
         own = [["seed=1"], ["seed=2", "optimizer.lr=0.0003"]]
@@ -161,14 +161,14 @@ def test_a_member_leaves_the_files_of_a_single_run():
         names = [
             {path.relative_to(d).parts[:2] for path in d.rglob("*") if "events" not in path.name} for d in directories
         ]
-        # Drawing the pictures would take longer than the training of a stack.
+        # A stack draws no pictures, because this would take longer than its training.
         assert names[0] == {parts for parts in names[1] if parts[0] != "pictures"}
         for name in ("config.yaml", "overrides.yaml"):
             assert (directories[0] / name).read_text() == (directories[1] / name).read_text()
         first, second = (json.loads((d / "provenance.json").read_text()) for d in directories)
         assert {**first, "time": 0} == {**second, "time": 0}
 
-        # A stack writes the numbers of heat maps into tables, and draws none.
+        # A stack writes the numbers of heat maps to tables, and draws no heat maps.
         both = [{key for key in events(one) if not key[0].startswith(OF_THE_STACK)} for one in (one, other)]
         points = [{key for key in found if key[0] not in HEAT_MAPS} for found in both]
         assert points[0] == points[1]
@@ -193,7 +193,7 @@ def test_a_member_leaves_the_files_of_a_single_run():
 
 
 def test_an_unchanged_best_is_written_once(monkeypatch):
-    # All members are saved after each epoch.
+    # Save all members after each epoch.
     monkeypatch.setattr(stack, "SAVE_SECONDS", 0.0)
     saved, copied = Mock(wraps=member.IO.save_checkpoint), Mock(wraps=member.copy_checkpoint)
     monkeypatch.setattr(member.IO, "save_checkpoint", saved)
@@ -222,7 +222,7 @@ def test_a_single_run_resumes_from_a_members_checkpoint():
 @pytest.mark.numeric
 @pytest.mark.any_processor
 def test_a_stack_loses_a_member_is_interrupted_and_resumes():
-    """A member that diverges leaves in the first epoch. The others then get a signal."""
+    """A member diverges in the first epoch and leaves the stack. Then the others get a signal."""
     shared = ["precision=fp64", "trainer.max_epochs=2", "trainer.log_every_n_steps=3", "optimizer=sgd", "hooks=[]"]
     own = [["optimizer.lr=0.05"], ["optimizer.lr=1e30"], ["optimizer.lr=0.02", "seed=3"]]
     jobs, ended = jobs_of("stack", shared, own), {}
@@ -258,7 +258,7 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
 
 
 def test_a_stack_finds_the_best_state_in_last_ckpt_after_a_kill():
-    """A single run writes last.ckpt and then copies it to best.ckpt. A kill in between leaves an old file or none."""
+    """A run writes last.ckpt and then copies it to best.ckpt. A kill between both leaves an old best.ckpt or none."""
     shared = ["trainer.max_epochs=1", "data.batch_size=256", "hooks=[]"]
     jobs = jobs_of("stack", shared, [["seed=1"], ["seed=2"]])
     before = [report for _, report in sorted(dict(train(jobs)).items())]

@@ -1,4 +1,4 @@
-"""Which jobs can be trained together, how large a stack is, and which are faster stacked."""
+"""Jobs that can be trained together, size of a stack, and jobs that are faster in a stack."""
 
 import functools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bookkeeping of a sweep, with a stand-in for training: which jobs run, in which order, and what is kept."""
+"""The bookkeeping of a sweep with simulated training: started jobs, their order, and kept files."""
 
 import csv
 import io
@@ -38,11 +38,11 @@ SEARCH = ("optimizer.lr=interval(0.001,0.1)", "sweep.trials=2", HERE)
 
 
 class Runs:
-    """A stand-in for training: makes the run directory and takes the loss from the seed.
+    """Executor that simulates training: it makes the run directory and returns a loss that depends on the seed.
 
     Args:
         seconds: duration of each job.
-        is_kept: whether a job leaves its config and its report, so that a later sweep finds it finished.
+        is_kept: if true, a job writes config and report, so that a later sweep finds it finished.
     """
 
     slots = 1
@@ -284,7 +284,7 @@ def test_batches_of_a_hydra_sweeper_are_one_sweep(table):
 
 
 class RandomSweeper(Sweeper):
-    """A sweeper of the user: draws a learning rate for each trial, and keeps the value of each job."""
+    """Sweeper of a user that draws a learning rate for each trial, and keeps the value of each job."""
 
     __module__ = "hydra_plugins.own"
     values: ClassVar[list[float]] = []
@@ -306,7 +306,7 @@ class RandomSweeper(Sweeper):
 
 @pytest.fixture
 def own_sweeper(monkeypatch):
-    """Provide hydra/sweeper=own."""
+    """Make the option hydra/sweeper=own available."""
     module = types.ModuleType("hydra_plugins.own")
     module.RandomSweeper = RandomSweeper
     Plugins.instance().register(RandomSweeper)
@@ -342,7 +342,7 @@ def test_a_sweeper_cannot_allow_packages(tmp_path):
 
 def test_a_job_without_a_frozen_config_starts_again(table):
     run_sweep("seed=1,2", HERE)
-    # A kill in the middle of a write leaves these files.
+    # A kill during a write leaves these files.
     for name in ("output.log", ".config.yaml.7.7.partial"):
         (SWEEP / "1" / name).touch()
     status, runs = run_sweep("seed=1,2", RESUME)
@@ -487,13 +487,13 @@ def test_a_running_sweep_refuses_another_one():
         refused.append(caught.value)
         return [None for _ in configs]
 
-    # Before and after the search has written its settings.
+    # The resume is refused before and after the search writes its settings.
     assert sweep(compose_sweep(SEARCH), executor=Runs(), check=check) == 0
     assert len(refused) == 3
 
 
 class Terminal(io.StringIO):
-    """A standard output that raises a signal when the best job is printed."""
+    """Standard output that raises a signal when the best job is printed."""
 
     def write(self, text):
         if text.startswith("best"):

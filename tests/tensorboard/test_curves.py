@@ -1,4 +1,4 @@
-"""Curves read from event files, whole, cut off or damaged, compared with TensorBoard's reader."""
+"""Curves read from complete, cut and damaged event files equal those of TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def logged(run: Path, *, steps=range(1, 21), sign: float = 1.0, purge: int | None = None) -> Path:
-    """Log a run, or resume it. Returns: the directory of its event files."""
+    """Log a run or resume it, and return the directory of its event files."""
     logger = TensorBoardLogger(directory=run)
     if purge is not None:
         logger.purge(purge)
@@ -65,7 +65,7 @@ def test_only_requested_curves_are_read(tmp_path):
 
 @pytest.mark.parametrize("value", [np.float64(-3), np.int32(-3)])
 def test_tensors_of_one_number_are_scalars(tmp_path, value):
-    listed = make_tensor_proto(value)  # as a number in a field of its type; TensorBoard's logger writes its bytes
+    listed = make_tensor_proto(value)  # the number in the field of its type; TensorBoard's logger writes bytes
     raw = TensorProto(dtype=listed.dtype, tensor_content=value.tobytes())
     others = make_tensor_proto(np.full(2, value)), make_tensor_proto("text")
     tensors = enumerate((listed, raw, *others), start=4)

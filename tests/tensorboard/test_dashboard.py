@@ -1,4 +1,4 @@
-"""python -m exp.dashboard: a TensorBoard process, its pages and its sockets."""
+"""python -m exp.dashboard: the TensorBoard process, its pages and its sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_a_run(directory, *tags: str) -> None:
 
 @contextlib.contextmanager
 def started(folder, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Start the command. Yields: the process and its first line."""
+    """Start the command, and yield the process and its first line."""
     command = [sys.executable, "-m", "exp.dashboard", *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""Heat maps show the numbers of table.csv, color by color, also after a resume; a run has at most 20 scalars."""
+"""The colors of heat maps show the numbers of table.csv, also after a resume; a run has at most 20 scalars."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_picture_of_a_long_run_is_thinned(tmp_path):
     columns(maps, range(1, 2 * MOST_COLUMNS), first=1e-4)
     ((step, _),) = maps.end().items()
     steps = kept_heat_map(tmp_path, "gradients/norm").steps
-    # The last column is the step of the picture.
+    # The last column belongs to the step of the picture.
     assert step == steps[-1]
     assert {*np.diff(steps[:-1])} == {2}
     assert MOST_COLUMNS / 2 <= len(steps) <= MOST_COLUMNS
@@ -131,7 +131,7 @@ def test_a_picture_shows_the_numbers_of_the_table(run, tag, healthy):
     image = read.Images(tag)[-1]
     shown = np.array(Pillow.open(io.BytesIO(image.encoded_image_string)).convert("RGB"))
     assert image.step == 20
-    # A number of the table has seven digits: its gray may round to the next one.
+    # Numbers in the table have seven digits, so a gray value may differ by one.
     assert np.abs(shown.astype(int) - expected).max() <= 1
 
 

@@ -1,4 +1,4 @@
-"""The HParams page of a sweep, as TensorBoard's backend reads it: domains, values, metrics, status."""
+"""The HParams page of a sweep, read by TensorBoard's backend: domains, values, metrics, status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = ("model=mlp", "model.constants.width=8", "hooks=[]", "trainer.max_epochs
 
 
 def page(directory: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the columns that the page of a directory shows, and the session of each job by its number."""
+    """Return the columns of a directory's page, and the session of each job by its number."""
     runs = EventMultiplexer()
     runs.AddRunsFromDirectory(str(directory))
     runs.Reload()
@@ -113,7 +113,7 @@ def test_hyperparameters_keep_their_types(tmp_path):
         "tags": "STRING",
     }  # fmt: skip
     assert [info.name.tag for info in columns.metric_infos] == ["loss/val", "accuracy/val"]
-    # The end of a stage is not the end of the run.
+    # The end of a stage does not end the session.
     assert status(jobs["0"]) == "UNKNOWN"
     logger.end("interrupted")
     assert status(page(tmp_path)[1]["0"]) == "FAILURE"
@@ -148,7 +148,7 @@ def test_a_killed_job_failed_until_it_completes(tmp_path):
 
 
 def test_the_first_columns_are_the_best_value_and_its_step(tmp_path):
-    """The learning rate grows 30 times in each epoch, so that the last value is not the best one."""
+    """The learning rate grows by a factor of 30 per epoch, so that the last value is not the best one."""
     growing = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
     words = ("+hooks=samples", "+hooks=confusion", "trainer.max_epochs=3", "data.batch_size=256", "model=mlp")
     report = fit(compose([growing, *words, f"hydra.run.dir={tmp_path / '0'}"]))

@@ -1,4 +1,4 @@
-"""The Custom Scalars tab has a chart for every tag of the contract that is a curve, and no empty chart."""
+"""The Custom Scalars tab has a chart for every documented tag that is a curve, and no empty chart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from exp.tensorboard.summaries import CHARTS, Layout
 
 TAGS = Path(__file__).with_name("tags.txt").read_text().split()
-# tests/tensorboard/test_tags.py tests them on a GPU.
+# Tags that exist only on a GPU; tests/tensorboard/test_tags.py tests them.
 ONLY_ON_CUDA = [
     f"memory/{name}"
     for name in ("allocated_mib", "reserved_mib", "peak_mib", "peak_forward_mib", "peak_step_mib", "fragmentation")
@@ -47,7 +47,7 @@ HEAT_MAPS = {
     *(f"activations/{figure}" for figure in ("mean", "std", "zeros", "dead_units", "saturated")),
     "throughput/part_ms",
 }
-# Tags that other tabs show, or only the Scalars tab.
+# Tags without a chart, because other tabs or the Scalars tab show them.
 NOT_CURVES = (
     "config", "command", "git", "custom_scalars__config__", "_hparams_/", "operators", "dtypes", "profile/",
     "throughput/flops", "gradients/histogram/", "activations/histogram/", "confusion/",

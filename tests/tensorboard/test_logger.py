@@ -1,4 +1,4 @@
-"""TensorBoard's reader reads back what the logger logs."""
+"""TensorBoard's reader returns the values that the logger logs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def log_steps(logger, count: int) -> None:
 
 
 def test_a_full_disk_is_one_error(tmp_path):
-    """The system limits files to 4 kB, as a full disk does."""
+    """A limit of 4 kB per file simulates a full disk."""
     logger = TensorBoardLogger(directory=tmp_path, flush_seconds=0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -145,13 +145,13 @@ def test_a_folder_that_cannot_be_created_is_one_error(tmp_path):
 
 
 def written(directory) -> set[tuple[str, int, bytes]]:
-    """Return tag, step and content of each value in the event files at and below a directory."""
+    """Return tag, step and content of each value in the event files of a directory and its subfolders."""
     events = [event for path in sorted(directory.rglob("events*")) for event in LegacyEventFileLoader(str(path)).Load()]
     found = [(one.tag, event.step, one.SerializeToString()) for event in events for one in event.summary.value]
     return {*found, *(("graph", 0, event.graph_def) for event in events if event.graph_def)}
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.jit, which add_graph asks
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.jit, which add_graph uses
 def test_the_experiment_writes_what_a_summary_writer_writes(tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
     logger, plain = TensorBoardLogger(directory=tmp_path), SummaryWriter(str(tmp_path / "torch"))

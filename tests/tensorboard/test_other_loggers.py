@@ -1,4 +1,4 @@
-"""+logger=csv, mlflow and wandb log the tags and numbers of TensorBoard, also after a resume."""
+"""The loggers csv, mlflow and wandb log the same tags and numbers as TensorBoard's, also after a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Points = dict[str, dict[int, float]]
 
 
 def trained_in_two_parts(directory: Path, monkeypatch, *overrides: str) -> Path:
-    """Train an epoch, then another in the same run directory, as a restart does."""
+    """Train two epochs in one run directory, with a restart after the first epoch."""
     directory.mkdir()
     monkeypatch.chdir(directory)
     small = ["model.layers.hidden.out_features=8", "model.layers.hidden2.out_features=8", "test=false"]
@@ -54,7 +54,7 @@ def assert_same(found: Points, expected: Points) -> None:
     assert {"loss/train", "loss/val", "accuracy/val", "gradients/norm/total"} <= found.keys()
     assert list(found["loss/train"]) == list(range(1, 2 * STEPS + 1))
     for tag, points in found.items():
-        # An event file holds float32.
+        # Event files have float32 numbers.
         assert points == pytest.approx(expected[tag], rel=1e-6), tag
 
 
@@ -109,12 +109,12 @@ def test_a_missing_package_is_an_error(name, capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- where they are installed ---
+# --- tests that need the packages ---
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed: pip install 'exp-framework[mlflow]'")
 class TestMlflow:
-    pytestmark = pytest.mark.filterwarnings("ignore")  # of MLflow's dependencies
+    pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of MLflow's dependencies
 
     def test_it_has_the_values_of_the_event_file(self, tmp_path, monkeypatch):
         from mlflow.tracking import MlflowClient
@@ -166,7 +166,7 @@ class TestMlflow:
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install 'exp-framework[wandb]'")
 class TestWandb:
-    pytestmark = pytest.mark.filterwarnings("ignore")  # of W&B
+    pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of W&B
 
     def test_it_has_the_values_of_the_event_file(self, tmp_path, monkeypatch):
         directory = trained_in_two_parts(tmp_path / "here", monkeypatch, "+logger=wandb")

@@ -1,4 +1,4 @@
-"""Histograms, images, texts and curves, read back and compared with a reference."""
+"""Histograms, images, texts and curves in event files equal references."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_histogram_counts_as_numpy_does(tmp_path, dtype):
     assert found.num == 1000
     assert (found.min, found.max) == (exact.min(), exact.max())
     assert found.bucket_limit == pytest.approx(limits[1:].tolist(), rel=1e-5, abs=1e-4)
-    # A value on a limit may count on either side.
+    # A value on the limit of two bins may count in either bin.
     assert np.abs(np.cumsum(found.bucket) - np.cumsum(counts)).max() <= 2
 
 
@@ -68,7 +68,7 @@ def test_pictures_are_read_back_exactly(tmp_path):
     read = written(tmp_path, {"one": Image.of(one), "several": Image.of(several)})
     assert (picture(read, "one") == one.permute(1, 2, 0).numpy()).all()
     sheet = picture(read, "several")
-    assert sheet.shape == (5, 5)  # two by two, a line between
+    assert sheet.shape == (5, 5)  # two by two pictures with a line between them
     for place, (top, left) in enumerate([(0, 0), (0, 3), (3, 0)]):
         assert (sheet[top : top + 2, left : left + 2] == several[place, 0].numpy()).all()
     assert not sheet[3:, 3:].any()

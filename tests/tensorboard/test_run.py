@@ -1,4 +1,4 @@
-"""The event file of a default run: its tags, their steps, and the memory of activations."""
+"""The event file of a default run: tags, steps, and memory of activations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import exp
 
 pytestmark = [
-    # Lightning 2.6.6 against torch 2.13.
+    # Lightning 2.6.6 uses a deprecated name of torch 2.13.
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    # Lightning advises to log more often.
+    # Lightning recommends logging more often.
     pytest.mark.filterwarnings("ignore:The number of training batches"),
 ]
 
@@ -46,7 +46,7 @@ def test_a_default_run_has_the_tags_of_the_contract(run):
 def test_the_x_axis_is_the_optimizer_step(run):
     assert steps(run, "loss/train") == list(range(1, 61))
     assert steps(run, "gradients/norm/total") == list(range(1, 61))
-    # 20 points of 60 steps, and the first.
+    # 20 points for 60 steps, and the first step.
     assert steps(run, "memory/optimizer_mib") == [1, *range(3, 61, 3)]
     assert steps(run, "gradients/update_ratio/total") == [1, *range(3, 61, 3)]
     assert steps(run, "throughput/step_ms") == list(range(3, 61, 3))
@@ -54,6 +54,6 @@ def test_the_x_axis_is_the_optimizer_step(run):
 
 
 def test_the_memory_of_activations_is_counted(run):
-    # For each sample: the input, both sides of two GELUs, and the log probabilities; its label, and a total weight.
+    # For each sample: input, inputs and outputs of two GELUs, log probabilities and label; one total weight.
     by_hand = 64 * (4 * (64 + 2 * 256 + 2 * 128 + 10) + 8) + 4
     assert run.Scalars("memory/activations_mib")[0].value * 2**20 == pytest.approx(by_hand, rel=0.02)

@@ -1,4 +1,4 @@
-"""The names of runs in TensorBoard: the typed overrides, unique and stable."""
+"""Names of runs in TensorBoard, which are the overrides of the command, unique and stable."""
 
 from __future__ import annotations
 

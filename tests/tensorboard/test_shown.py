@@ -1,4 +1,4 @@
-"""Each tag of a run, read back, compared with values computed by hand from dumped tensors."""
+"""All tags in the event file of a run equal values computed by hand from dumped tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 from exp.errors import UserCodeError
 from exp.run import run as live
 
-# Times and figures of the system have no value by hand.
+# Times and figures of the system cannot be computed by hand.
 MEASURED = ("throughput/", "memory/host_", "memory/activations_mib")
 
 DUMP = """
@@ -86,7 +86,7 @@ BASE = [
 
 
 def points(directory: Path) -> dict[str, dict[int, float]]:
-    """Return the scalars of a run by tag and step, and fail if a tag has two points at one step."""
+    """Return the scalars of a run by tag and step, and assert that a tag has one point per step."""
     found: dict[str, dict[int, float]] = {}
     for tag, step, value in records(directory):
         assert step not in found.setdefault(tag, {}), f"{tag} has two points at step {step}"
@@ -95,7 +95,7 @@ def points(directory: Path) -> dict[str, dict[int, float]]:
 
 
 def records(directory: Path) -> Iterator[tuple[str, int, float]]:
-    """Yield every value that TensorBoard keeps. The start of a session voids earlier values from its step on."""
+    """Yield the values that TensorBoard shows; a session removes earlier values at and after its first step."""
     kept: list[tuple[str, int, float]] = []
     seen: Counter[tuple[str, int]] = Counter()
     for path in sorted((directory / "tensorboard").glob("events.out.tfevents.*")):
@@ -107,14 +107,14 @@ def records(directory: Path) -> Iterator[tuple[str, int, float]]:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     kept.append((value.tag, event.step, float(value.tensor.float_val[0])))
                 elif value.metadata.plugin_data.plugin_name not in ("hparams", "custom_scalars"):
-                    # Pictures, histograms and texts also have one value for each step.
+                    # Pictures, histograms and texts also have at most one value per step.
                     seen[value.tag, event.step] += 1
     assert [key for key, count in seen.items() if count > 1] == []
     yield from kept
 
 
 def by_hand(dumps: list[dict[str, Any]], settings: dict[str, Any], *, tested: int) -> dict[str, dict[int, float]]:
-    """Return every tag of a run, computed from the dumps of its ranks. tested: the step of the tested weights."""
+    """Return all tags of a run, computed from the dumps of its ranks; `tested` is the step of the tested weights."""
     found: dict[str, dict[int, float]] = {}
 
     def add(tag: str, step: int, value: Any) -> None:
@@ -139,7 +139,7 @@ def by_hand(dumps: list[dict[str, Any]], settings: dict[str, Any], *, tested: in
         batches = [batch for dump in dumps for batch in dump["stages"][place][2]]
         index = tested if stage == "test" else index
         if index in found.get(f"loss/{stage}", {}):
-            continue  # a second validation at one optimizer step
+            continue  # a second validation at the same step
         add(f"loss/{stage}", index, loss(batches))
         if stage in settings["metric_stages"]:
             add(f"accuracy/{stage}", index, accuracy(batches))
@@ -247,7 +247,7 @@ def require_values_by_hand(ranks, *, seed: int, count: int) -> None:
     for tag, values in shown.items():
         last = values[max(values)]
         assert report["metrics"][tag] == pytest.approx(last, rel=1e-6, nan_ok=True), tag
-        # Lightning's other loggers get the same values at the same steps.
+        # Other loggers of Lightning get the same values at the same steps.
         assert run.values[tag] == pytest.approx(values, rel=1e-6, nan_ok=True), tag
 
 
@@ -289,7 +289,7 @@ def test_memory_and_times_are_of_all_ranks(ranks, tmp_path: Path) -> None:
             own, least, mean = (shown[tag[:-4] + word] for word in ("", "/min", "/mean"))
             assert all(least[step] <= mean[step] <= most for step, most in values.items()), tag
             assert all(least[step] <= own[step] <= most for step, most in values.items()), tag
-    # A step ends with the slower rank, and counts the samples of both.
+    # The time of a step is that of the slower rank, and its samples are those of both.
     for step, taken in shown["throughput/step_ms"].items():
         assert taken >= 40
         assert shown["throughput/samples_per_second"][step] * taken / 1000 == pytest.approx(32, rel=1e-5)
@@ -322,5 +322,5 @@ def test_a_restarted_run_shows_what_an_unbroken_one_does(ranks, tmp_path: Path) 
     shown, unbroken = points(directory), points(ranks.train(*settings).directory)
     assert shown.keys() == unbroken.keys()
     for tag, values in unbroken.items():
-        if tag != "optimizer/lr/default":  # a constant rate has a point at each write, and a restart writes more often
+        if tag != "optimizer/lr/default":  # a restart adds points of the learning rate
             assert shown[tag] == pytest.approx(values, rel=1e-6), tag

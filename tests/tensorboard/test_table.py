@@ -1,4 +1,4 @@
-"""metrics.csv: a row for each step, a column for each tag, also after a kill and a resume."""
+"""metrics.csv has a row per step and a column per tag, also after a kill and a resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_resume_keeps_earlier_rows(tmp_path):
         killed.log_metrics({"loss/train": float(step)}, step)
     killed.save()
     with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("9,0.1")  # the kill came in the middle of a row
+        file.write("9,0.1")  # as after a kill during a write
     resumed = CsvLogger(directory=tmp_path)
     resumed.purge(6)
     for step in range(6, 11):
@@ -59,7 +59,7 @@ def test_a_repeated_test_has_one_row(tmp_path):
             logger.log_metrics({"loss/train": 1.0}, 6)
             logger.save()
             logger.log_metrics({"loss/train": 1.0, "loss/val": 2.0}, 7)
-        logger.save()  # before the test
+        logger.save()  # as before the test stage
         logger.log_metrics({"loss/test": loss}, 7)
         logger.end("completed")
     assert [list(row.values()) for row in rows(tmp_path)] == [["6", "1.0", "", ""], ["7", "1.0", "2.0", "0.25"]]
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_a_row_with_more_values_replaces_the_file(tmp_path):
-    """A kill between the removal of a row and its new version would lose it."""
+    """A kill while a row is rewritten in place would lose the row."""
     logger = CsvLogger(directory=tmp_path)
     logger.log_metrics({"loss/train": 1.0}, 1)
     logger.end("completed")

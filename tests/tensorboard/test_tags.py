@@ -1,4 +1,4 @@
-"""Tags are a public contract: runs with every hook that observes write the tags of the snapshot, and no others."""
+"""Tags are a public contract: runs with all observing hooks write exactly the tags of the snapshot."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ONLY_ON_CUDA = [
 
 
 def written(directory: Path) -> set[str]:
-    """Return the tags of a run as TensorBoard's reader finds them."""
+    """Return the tags of a run that TensorBoard's reader finds."""
     tags = EventAccumulator(str(directory / "tensorboard")).Reload().Tags()
     found = {*tags["scalars"], *tags["histograms"], *tags["images"], *tags["tensors"]}
-    # `git` needs a repository.
+    # The tag `git` exists only in a repository.
     return found - {"git"}
 
 

@@ -369,7 +369,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step."""
+        """Return the training loss of each step."""
         return [value for _, value in sorted(self.values["loss/train"].items())]
 
     def checkpoint(self, name: str = "last") -> dict[str, Any]:

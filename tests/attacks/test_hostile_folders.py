@@ -28,7 +28,7 @@ DIRECTORY = Path("outputs", "train", "day", "time")
 
 
 class Evil:
-    """Creates the canary when it is unpickled."""
+    """Object that creates the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -303,7 +303,7 @@ def test_hostile_packages_of_a_folder_run_nothing(folder, tmp_path):
 
 
 def test_the_trap_works(tmp_path):
-    """Without the protection the canary appears, so its absence in the other tests is meaningful."""
+    """The canary appears without the protection, so its absence in the other tests is meaningful."""
     buffer = io.BytesIO()
     torch.save(Evil(tmp_path / "canary"), buffer)
     buffer.seek(0)

@@ -477,7 +477,7 @@ def test_later_overrides_change_an_added_node():
 
 @pytest.mark.parametrize("words", [["optimizer.nothing=1"], ["optimizer.lr=${nowhere}"]])
 def test_an_error_of_omegaconf_that_causes_itself_ends(words, monkeypatch):
-    """With OC_CAUSE=1, or in a debugger, OmegaConf raises exceptions that are their own cause."""
+    """OmegaConf raises exceptions that are their own cause if OC_CAUSE=1 or in a debugger."""
     monkeypatch.setenv("OC_CAUSE", "1")
     with pytest.raises(exp.ConfigError):
         exp.validate(exp.compose(words))

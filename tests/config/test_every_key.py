@@ -1,4 +1,4 @@
-"""Each key of a composed config is deleted, set to null and set to values of other types.
+"""Edits of every key in a composed config: the key is deleted, set to null and set to values of other types.
 
 The check accepts the config or reports an error that names the key. It never raises another exception.
 """

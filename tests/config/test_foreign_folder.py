@@ -62,7 +62,7 @@ def started(folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [("model=mine", "strategy=ddp", "launch.devices=2"), ("model=mlp",)])
 def test_unnamed_modules_of_the_folder_are_not_imported(folder, ranks):
-    """With model=mine, the folder is on the import path of each rank."""
+    """model=mine puts the folder on the import path of each rank."""
     for name in ABSENT if "model=mine" in ranks else ():
         (folder / f"{name}.py").unlink()
     done, ran = started(

@@ -153,7 +153,7 @@ def test_checkpoints_hold_the_average(tmp_path: Path, small_run: ModuleType) -> 
 
 
 def test_half_precision_is_averaged_in_float32(tmp_path: Path, small_run: ModuleType) -> None:
-    """In bfloat16, an average with a decay near 1 would not change."""
+    """An average in bfloat16 with a decay near 1 would not change."""
     average, weights = ExponentialMovingAverage(decay=0.999, warmup=False), Weights()
     small = small_run.Small(tmp_path, word="bf16_true", callbacks=(average, weights))
     small.fit()

@@ -48,7 +48,7 @@ def test_a_run_without_a_terminal_prints_lines(
     assert err == ""
     log = path.read_text()
     assert all(line in log for line in lines)
-    # Lightning's notes are neither on the screen nor in the log.
+    # The screen and the log have no messages of Lightning.
     assert "GPU available" not in log
     assert "lightning" not in log
 

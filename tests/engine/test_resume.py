@@ -224,7 +224,7 @@ def test_a_resumed_complete_run_says_how_to_train_longer(
 def test_a_signal_in_a_validation_saves_the_trained_weights(
     tmp_path: Path, small_run: ModuleType, callbacks: tuple[str, ...], batch: int
 ) -> None:
-    """Without an average, the signal comes in the last validation of the run, when training is complete."""
+    """In the cases without an average, the signal comes in the last validation, when training is complete."""
 
     def run(name: str, *more: Any, epochs: int = 3 if callbacks else 2) -> Any:
         return small_run.Small(tmp_path / name, max_epochs=epochs, callbacks=(*callbacks, *more))

@@ -1,4 +1,4 @@
-"""For any batch size, the loss of a stage equals one call of the loss on the whole stage."""
+"""The loss of a stage equals one call of the loss on the whole stage for any batch size."""
 
 from __future__ import annotations
 

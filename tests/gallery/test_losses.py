@@ -222,7 +222,7 @@ def test_gan(gallery: Any, hand: Any, build_model: Any) -> None:
 
 @pytest.mark.slow
 def test_wgan_gp(gallery: Any, hand: Any, build_model: Any) -> None:
-    """After three steps, each with five updates of the critic and one of the generator, the weights equal those of
+    """Three steps have five updates of the critic and one of the generator each. After them, the weights equal those of
     Gulrajani's algorithm 1 by hand in float64 to 1e-9.
     """
     adversaries(gallery, hand, build_model, "wgan_gp", critic_rounds=5, penalty=10, wasserstein=True)

@@ -93,8 +93,8 @@ def test_finetune_frozen(gallery: Any, hand: Any, build_model: Any) -> None:
 
 @pytest.mark.slow
 def test_initialisation(gallery: Any) -> None:
-    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 percent, linear1's weights fill Glorot's bound
-    sqrt(2) sqrt(6 / 184), linear2's rows are orthonormal to 1e-5, the head is 0, and biases are 0.01.
+    """The deviation of conv2's weights is He's sqrt(2 / 150) within 5 percent. The weights of linear1 fill Glorot's
+    bound sqrt(2) sqrt(6 / 184). The rows of linear2 are orthonormal to 1e-5. The head is 0, and biases are 0.01.
     """
     still = ("optimizer=sgd", "optimizer.lr=1e-20", "optimizer.momentum=0.0")
     weights = gallery.run("initialisation", "debug=one_batch", "test=false", *still).weights
@@ -133,8 +133,8 @@ class Logged(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_logging_tensor(gallery: Any) -> None:
-    """The operators of the first step, forward and backward, and their numbers of calls equal those that a
-    TorchDispatchMode counts in the same step of a loop by hand.
+    """The operators of the first step and their numbers of calls equal those that a TorchDispatchMode counts in the
+    same step of a loop by hand, in forward and backward.
     """
     ran = gallery.run("logging_tensor", "debug=one_batch", "test=false")
     text = (ran.directory / "operators" / "step-1.md").read_text()

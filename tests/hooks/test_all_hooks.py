@@ -34,7 +34,7 @@ OPTIONS = {
     "activations": ["each_layer=true"],
     "gradients": ["each_parameter=true", "clipped=each", "histogram_every_n_steps=2"],
     "memory": ["details=true"],
-    # At step 3 the other hooks do nothing. Recording them takes ten times as long.
+    # Step 3, because the other hooks are idle in it. Profiling them would take ten times as long.
     "profile": ["start_step=3", "steps=1", "warmup=0", "ranks=all"],
     "retain_gradients": ["each_module=true"],
     "samples": ["stages=[train,val,test]"],

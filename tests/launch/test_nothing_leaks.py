@@ -1,4 +1,4 @@
-"""No variable of an outer job reaches the ranks, and a launch leaves nothing in its process."""
+"""Variables of an outer job do not reach the ranks, and a launch does not change the state of its process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""In a sweep over runs of several ranks, every rank has the values of its job."""
+"""Every rank of a sweep's job has the values of the job."""
 
 import json
 

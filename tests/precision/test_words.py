@@ -190,7 +190,7 @@ def test_a_true_word_converts_buffers_and_inputs(word: str) -> None:
 
 
 def test_running_statistics_converge_under_bfloat16() -> None:
-    """With statistics in bfloat16, the mean after 100 batches would have an error of 1 percent."""
+    """Statistics in bfloat16 would have an error of 1 percent in the mean after 100 batches."""
     true, plain = nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4))
     build_precision("bf16_true", device_type="cpu").convert_module(true)
     generator = torch.Generator().manual_seed(0)

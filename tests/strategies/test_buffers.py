@@ -1,4 +1,4 @@
-"""With every strategy, validation and checkpoints use the buffers of rank 0, also with phases and averages."""
+"""Validation and checkpoints use the buffers of rank 0 with every strategy, also with phases and averages."""
 
 from __future__ import annotations
 

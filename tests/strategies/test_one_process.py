@@ -44,7 +44,7 @@ def test_a_strategy_trains_what_one_process_trains(name, ranks, run, reference, 
 
 @pytest.mark.slow
 def test_every_strategy_with_every_model_and_option(ranks, share, settings, alone, require_same_run):
-    """Each pair of a strategy and a model is tested with one of the options, except pairs that the check refuses."""
+    """The test covers each pair of a strategy and a model with one of the options, except refused pairs."""
     compared = 0
     pairs = itertools.product(VARIANTS, MODELS)
     cases = [(*pair, option) for pair, option in zip(pairs, itertools.cycle(OPTIONS), strict=False)]

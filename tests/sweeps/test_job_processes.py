@@ -1,4 +1,4 @@
-"""Each job of a sweep runs in its own process. If it ends in any way, it is one row, and the other jobs continue."""
+"""Processes of a sweep's jobs: a job that ends in any way is one row of the table, and the other jobs continue."""
 
 import json
 import os

@@ -101,7 +101,7 @@ def test_failed_and_pruned_trials_are_recorded(search, tmp_path):
     states = {"failed": "FAIL", "pruned": "PRUNED", "completed": "COMPLETE"}
     run(search(trials=6), ends=ends)
     assert [trial.state.name for trial in study(tmp_path).trials] == [states[end] for end in ends]
-    # A retry changes neither the records of failed trials nor the later proposals.
+    # A retry does not change the records of failed trials and the later proposals.
     assert len(run(search(trials=8))) == 8
     assert [trial.number for trial in study(tmp_path).trials if trial.state.name == "FAIL"] == [0, 4]
 

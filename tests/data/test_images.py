@@ -76,19 +76,19 @@ def test_hidden_files_and_folders_of_systems_are_no_samples(pets):
     assert len(UnlabelledImages(path=str(pets))) == 12
 
 
-def test_transparent_pictures_are_laid_on_the_background(tmp_path):
+def test_transparent_pictures_are_laid_on_white(tmp_path):
     draw = np.random.default_rng(0)
     pixels, opacity = (draw.integers(0, 256, (6, 8, count), dtype=np.uint8) for count in (3, 1))
     icon = Image.fromarray(np.concatenate([pixels, opacity], 2))
     for name, picture in {"a": icon, "b": icon.convert("LA"), "c": icon.convert("RGB").quantize(4)}.items():
         (tmp_path / name).mkdir()
         picture.save(tmp_path / name / "0.png", **({"transparency": 1} if name == "c" else {}))
-    found = Images(path=str(tmp_path), mode="RGB", background="#204060")
+    found = Images(path=str(tmp_path), mode="RGB")
     for place, file in enumerate(found.files):
         with Image.open(file) as picture:
             rgba = np.asarray(picture.convert("RGBA"), np.float64)
         share = rgba[..., 3:] / 255
-        expected = rgba[..., :3] * share + np.array([0x20, 0x40, 0x60]) * (1 - share)
+        expected = rgba[..., :3] * share + 255 * (1 - share)
         assert np.abs((found[place][0] * 255).permute(1, 2, 0).numpy() - expected).max() < 1.6
 
 
@@ -198,7 +198,6 @@ LIST = {"path": "list.csv"}
             {},
             r"pets with more, a folder of classes, next to train and val; .*move .*more",
         ),
-        (lambda pets: None, {"background": "wite"}, r"background: wite; expected a color such as white"),
         (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
         (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null, and data.dataset.mean; expected both"),

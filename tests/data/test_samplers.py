@@ -67,7 +67,6 @@ def drawn(sampler, *, epochs: int = 1, **settings) -> torch.Tensor:
 KINDS = {
     "balanced": "balanced",
     "weighted": functools.partial(WeightedSampler, class_weights=[1, 2, 3]),
-    "without replacement": functools.partial(WeightedSampler, class_weights=[1, 2, 3], replacement=False),
     "subset": functools.partial(SubsetSampler, size=17),
     "torch's": functools.partial(WeightedRandomSampler, weights=[1.0] * SAMPLES, num_samples=23),
     "torch's with the part": RandomSampler,
@@ -104,8 +103,6 @@ def test_draws_are_proportional_to_weights():
     assert counts[0] == 0
     # Chi-squared statistic of 39 counts, below its mean of 38 plus 3 standard deviations.
     assert float(((counts - expected)[1:] ** 2 / expected[1:]).sum()) < 38 + 3 * (2 * 38) ** 0.5
-    once = drawn(functools.partial(WeightedSampler, weights=weights.tolist(), num_samples=39, replacement=False))
-    assert once.tolist() == [0] + [1] * 39
 
 
 @pytest.mark.parametrize("weights", ["importance", [float(index == 7) for index in range(SAMPLES)]])
@@ -137,24 +134,17 @@ class Stream(IterableDataset):
 
 
 MISSPELLED = functools.partial(WeightedSampler, weights="importanse")
-TOO_FEW = functools.partial(WeightedSampler, class_weights=[0, 1, 1], replacement=False)
 
 
 @pytest.mark.parametrize(
     ("sampler", "settings", "key", "told"),
     [
         (functools.partial(WeightedSampler, weights=[1.0, -1.0] * 20), {}, "sampler.weights", "-1 for sample 1"),
-        (
-            functools.partial(WeightedSampler, weights=[0.0] * 40),
-            {},
-            "sampler.num_samples",
-            "0 samples with a weight above 0",
-        ),
+        (functools.partial(WeightedSampler, weights=[0.0] * 40), {}, "sampler.weights", "expected a weight above 0"),
         (functools.partial(WeightedSampler, weights=[1.0] * 39), {}, "sampler.weights", "39 numbers; expected 40"),
         (MISSPELLED, {"train": Rows(), "num_classes": 3}, "sampler.weights", "importance?"),
         (WeightedSampler, {}, "sampler", "neither weights nor class_weights"),
         (functools.partial(WeightedSampler, class_weights=[1, 2]), {}, "sampler.class_weights", "has the class 2"),
-        (TOO_FEW, {}, "sampler.num_samples", "10 samples with a weight"),
         ("balanced", {"num_classes": 5}, "sampler", "without a sample of the class 3"),
         ("balanced", {"train": TensorDataset(torch.ones(4, 1), torch.ones(4, 1))}, "sampler", "a class number for"),
         ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream as the train split"),
@@ -282,10 +272,9 @@ def test_padding_equals_that_of_torch():
     assert batch["mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 5]
     assert (batch["count"].tolist(), batch["words"].tolist(), batch["id"].tolist()) == ([2, 4], [2, 4], [2, 4])
     # Classes are padded with the value that losses ignore.
-    inputs, targets = Pad(length={"input": 9})([WORDS[0], WORDS[1]])
-    assert inputs.shape == (2, 9)
+    _, targets = Pad()([WORDS[0], WORDS[1]])
     assert int((targets == -100).sum()) == abs(LENGTHS[0] - LENGTHS[1])
-    named = Pad(padding_value={"target": 5}, length={"target": 9})
+    named = Pad(padding_value={"target": 5})
     pictures = named([(torch.ones(1, 2, 5), 0), (torch.ones(1, 3, 4), 1)])
     assert pictures[0].shape == (2, 1, 3, 5)
     assert pictures[0].sum() == 22
@@ -301,7 +290,6 @@ def test_padding_equals_that_of_torch():
     [
         (Pad(masks={"mask": "imput"}), "data.collate.masks.mask", "Did you mean input?"),
         (Pad(padding_value={"tokens": 1}), "data.collate.padding_value.tokens", "input, target"),
-        (Pad(length={"input": 5}), "data.collate.length.input", "5, and a sample whose input has the length"),
     ],
 )
 def test_errors_of_padding_name_their_key(pad, key, told):

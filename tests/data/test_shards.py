@@ -135,7 +135,6 @@ def test_the_length_is_known_if_files_state_it(tmp_path):
     for kind in ("csv", "npz"):
         write(tmp_path, kind)
     assert len(data(tmp_path, "npz").loader("train")) == 6
-    assert len(data(tmp_path, "csv", dataset={"count": True}).loader("train")) == 6
     with pytest.raises(TypeError, match="length of this stream is unknown"):
         len(data(tmp_path, "csv").loader("train"))
 
@@ -153,22 +152,9 @@ def test_forked_workers_read_an_archive_independently(tmp_path):
         assert sorted(seen[:, 0].int().tolist()) == list(range(120))
 
 
-def test_files_of_one_glob_are_divided_into_splits(tmp_path):
+def test_sizes_of_splits_are_an_error(tmp_path):
     write(tmp_path, "npz")
-    parts = {"train": 0.5, "val": 0.25, "test": 0.25}
-    made = data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=parts)
-    held = {stage: [one.file.name for one in made.part(stage).files] for stage in made.stages}
-    assert [len(names) for names in held.values()] == [2, 1, 1]
-    assert sorted(name for names in held.values() for name in names) == ["0.npz", "1.npz", "2.npz", "3.npz"]
-    made = [Shards(files=str(tmp_path / "*.npz"), target="kind", parts_seed=seed) for seed in range(9)]
-    assert len({one.divide(parts)["val"].files[0].file.name for one in made}) > 1
-    for sizes, message in (
-        ({"train": 0.9, "val": 0.1}, r"data.parts.val: 0.1 of 4 files, an empty split"),
-        ({"train": 0.5, "val": 8}, r"data.parts.val: 8; expected a fraction of the files"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            data(tmp_path, dataset={"files": str(tmp_path / "*.npz")}, parts=sizes)
-    with pytest.raises(ConfigError, match=r"data.parts: sizes, and data.dataset.files with files for each split"):
+    with pytest.raises(ConfigError, match=r"data.parts: sizes, and a data set with files for each split"):
         data(tmp_path, parts={"train": 0.5, "val": 0.5})
 
 
@@ -317,8 +303,8 @@ def test_ranks_and_workers_name_the_damaged_file(tmp_path, rank, workers):
     [
         ({"files": {"train": "none-*.npz"}}, r"data.dataset.files.train: none-\*.npz, which finds no file"),
         ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: no split; expected train, val or test"),
-        ({"files": ["0.npz", "0.csv"]}, r"0.csv and 0.npz; expected files of one kind"),
-        ({"files": "a.tar.gz"}, r"a.tar.gz; expected a file that ends in .csv, .* not compressed"),
+        ({"files": {"train": ["0.npz", "0.csv"]}}, r"0.csv and 0.npz; expected files of one kind"),
+        ({"files": {"train": "a.tar.gz"}}, r"a.tar.gz; expected a file that ends in .csv, .* not compressed"),
         ({"files": {"train": None}}, r"data.dataset.files: no file of any split"),
     ],
 )
@@ -366,7 +352,7 @@ def test_the_first_samples_are_checked_before_training(tmp_path, monkeypatch):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path):
     (tmp_path / "a.parquet").touch()
     with pytest.raises(ConfigError, match=r"dataset.files: .*the package pyarrow.*'exp-framework\[parquet\]'"):
-        Shards(files=str(tmp_path / "a.parquet"), target="kind")
+        Shards(files={"train": str(tmp_path / "a.parquet")}, target="kind")
     with pytest.raises(ConfigError, match=r"a.parquet needs the package pyarrow.*'exp-framework\[parquet\]'"):
         exp.validate(exp.compose(["data=parquet", f"data.dataset.path={tmp_path}/a.parquet", "data.dataset.target=y"]))
 

@@ -16,7 +16,7 @@ KINDS = {
     ],
     "table": ["data=csv_regression", "data.dataset.path=table.csv", "data.dataset.target=c", "metrics=[]"],
     "stream": [
-        *("data=stream", "data.dataset.files={train: table.csv, val: table.csv}", "data.dataset.count=true"),
+        *("data=stream", "data.dataset.files={train: table.csv, val: table.csv}"),
         *("data.dataset.target=c", "data.dataset.task=regression"),
         *("objective=[mse]", "metrics=[]", "data.num_workers=1"),
     ],

@@ -20,6 +20,8 @@ ADDED: Mapping[str, object] = {
     "data.eval_transforms": {},
     "data.dataset.background": "white",
     "data.dataset.any_size": False,
+    "data.dataset.parts_seed": 0,
+    "data.parts_seed": 0,
 }
 # Keys that no longer exist, with their former default values.
 REMOVED: Mapping[str, object] = {
@@ -92,6 +94,7 @@ class Removed(NamedTuple):
 # Removed parameters, by the names of their classes in this version.
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None])},
+    "exp.data.collate.Pad": {"length": Removed([None])},
     # Without blocks the window had no effect.
     "exp.data.data.Data": {
         "shuffle_block": Removed([None]),
@@ -99,7 +102,15 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
         "tv_tensors": Removed([None]),
     },
     "exp.data.delimited.Csv": {"packed": Removed()},
-    "exp.data.shards.Shards": {"index": Removed([False], is_written=True)},
+    "exp.data.images.Images": {"background": Removed(["white"])},
+    "exp.data.samplers.BalancedSampler": {"replacement": Removed([True])},
+    "exp.data.samplers.WeightedSampler": {"replacement": Removed([True])},
+    "exp.data.shards.Shards": {
+        "background": Removed(["white"]),
+        "count": Removed([False], is_written=True),
+        "index": Removed([False], is_written=True),
+        "parts_seed": Removed(),
+    },
     "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},
     "exp.extras.debugging.nan_guard.NanGuard": {"steps_in_flight": Removed()},
     "exp.extras.debugging.operators.Operators": {"every_n_steps": Removed()},
@@ -114,7 +125,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.extras.evaluation.samples.Samples": {"columns": Removed()},
     # The range test ended at 4 times the lowest loss, as it does now.
     "exp.extras.finders.range_test.RangeTest": {"stop_factor": Removed([4.0])},
-    "exp.extras.hf.hf.HuggingFace": {"files": Removed([None], is_written=True)},
+    "exp.extras.hf.hf.HuggingFace": {"background": Removed(["white"]), "files": Removed([None], is_written=True)},
     "exp.extras.research.features.Features": {"columns": Removed()},
     "exp.extras.research.gradient_reversal.GradientReversal": {"steepness": Removed([10.0])},
     "exp.extras.research.retain_gradients.RetainGradients": {"histogram": Removed()},

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -31,8 +30,6 @@ class Pad:
             the positions of the first axis that contain data.
         lengths: Lengths to add to the batch: a mapping of new names to padded entries. The lengths of the first axis
             are int64 `[B]`.
-        length: The fixed length of the first axis, by entry name. The other entries are as long as their longest
-            sample.
     """
 
     def __init__(
@@ -41,9 +38,8 @@ class Pad:
         padding_value: float | Mapping[str, float] | None = None,
         masks: Mapping[str, str] | None = None,
         lengths: Mapping[str, str] | None = None,
-        length: Mapping[str, Annotated[int, Ge(1)]] | None = None,
     ) -> None:
-        self.padding_value, self.length = padding_value, dict(length or {})
+        self.padding_value = padding_value
         self.masks, self.lengths = dict(masks or {}), dict(lengths or {})
         self.inputs: Sequence[str] = ()
 
@@ -83,7 +79,7 @@ class Pad:
     def _batch(self, columns: Mapping[str, Sequence[object]]) -> dict[str, Any]:
         counted = {f"{key}.{name}": entry for key in ("masks", "lengths") for name, entry in getattr(self, key).items()}
         values = self.padding_value if isinstance(self.padding_value, Mapping) else {}
-        named = {f"padding_value.{entry}": entry for entry in values} | {f"length.{one}": one for one in self.length}
+        named = {f"padding_value.{entry}": entry for entry in values}
         batch, counts = {}, dict[str, Tensor]()
         for name, held in columns.items():
             if not all(map(is_padded, held)):
@@ -108,11 +104,6 @@ class Pad:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
             raise sample_error(KEY, got=got, expected="as many axes in every sample")
         size = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-        if name in self.length:
-            if size[0] > self.length[name]:
-                got = f"{self.length[name]}, and a sample whose {name} has the length {size[0]}"
-                raise sample_error(f"{KEY}.length.{name}", got=got, expected=f"{size[0]} or more, or null")
-            size[0] = self.length[name]
         value = self.padding_value
         if isinstance(value, Mapping):
             value = value.get(name)

@@ -70,7 +70,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         mean: See PictureForm.
         std: See PictureForm.
         any_size: Whether pictures may differ in size. Set it if transforms resize them to one size.
-        background: See PictureForm.
 
     Raises:
         ConfigError: A picture does not exist, cannot be read, or differs in size or mode, or there are fewer than two
@@ -94,9 +93,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         any_size: bool = False,
-        background: str = "white",
     ) -> None:
-        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background)
+        self.form = PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std)
         self.indices: Tensor | None = None
         self.any_size = any_size
         self.listing: Path | None = None

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from exp.data.data_errors import SampleError, data_detail, data_error
@@ -19,7 +19,7 @@ from exp.errors import ErrorDetails
 
 Mode = Literal["L", "RGB"]
 # The parameters of PictureForm.
-OPTIONS = ("resize", "crop", "mode", "mean", "std", "background")
+OPTIONS = ("resize", "crop", "mode", "mean", "std")
 # The modes that need no conversion.
 KEPT = ("L", "RGB")
 # pillow's modes with at most 8 bits per channel, which can be converted.
@@ -35,6 +35,8 @@ UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 class PictureForm:
     """Reads pictures as float32 `[C, H, W]`. Pixels are from 0 to 1, and are then normalized by `mean` and `std`.
 
+    Transparent pixels are drawn on white.
+
     Args:
         resize: The length of the shorter side in pixels, or [H, W]; None for no resizing.
         crop: The side of a square in pixels, or [H, W], that is cut from the center after resizing; None for no
@@ -43,10 +45,9 @@ class PictureForm:
             gray.
         mean: The mean of each channel, which is subtracted; None for no normalization.
         std: The standard deviation of each channel, which divides.
-        background: The CSS color behind transparent pixels.
 
     Raises:
-        ConfigError: A size or a color is invalid, or only one of `mean` and `std` is set.
+        ConfigError: A size is invalid, or only one of `mean` and `std` is set.
     """
 
     def __init__(
@@ -57,16 +58,10 @@ class PictureForm:
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        background: str = "white",
     ) -> None:
         self.resize = resize if resize is None or isinstance(resize, int) else pair_of("resize", resize)
         self.crop = None if crop is None else pair_of("crop", [crop, crop] if isinstance(crop, int) else crop)
-        self.mode, self.mean, self.std, self.background = mode, mean, std, background
-        try:
-            self._paper = ImageColor.getrgb(background)[:3]
-        except ValueError as error:
-            expected = "a color such as white, black or '#808080'"
-            raise data_error("dataset.background", got=background, expected=expected) from error
+        self.mode, self.mean, self.std = mode, mean, std
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
             raise data_error(f"dataset.{key}", got=f"null, and data.dataset.{other}", expected="both")
@@ -127,7 +122,7 @@ class PictureForm:
             raise SampleError(mode_error(f"{named} is of mode {picture.mode}"))
         wanted = self.mode or picture.mode
         if picture.has_transparency_data:
-            paper = Image.new("RGBA", picture.size, self._paper)
+            paper = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(paper, picture.convert("RGBA"))
         return picture if picture.mode == wanted else picture.convert(wanted)
 

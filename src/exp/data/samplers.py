@@ -25,7 +25,7 @@ Weight = Annotated[float, Ge(0)]
 
 
 class WeightedSampler(Sampler[int]):
-    """Draws samples with probabilities in proportion to their weights.
+    """Draws samples with probabilities in proportion to their weights. A sample can be drawn several times.
 
     Args:
         data_source: The training split.
@@ -33,12 +33,10 @@ class WeightedSampler(Sampler[int]):
             samples' entry, or of the data set's attribute, that has the weights.
         class_weights: A weight for each class, in a list or by class number. Set either `weights` or `class_weights`.
         num_samples: The number of draws in an epoch; None for the number of samples.
-        replacement: Whether a sample can be drawn several times in an epoch.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: A weight is negative, the number of weights is wrong, or `num_samples` exceeds the number of
-            samples with a weight above 0 without replacement.
+        ConfigError: A weight is negative, all weights are 0, or the number of weights is wrong.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class WeightedSampler(Sampler[int]):
         weights: Sequence[Weight] | str | None = None,
         class_weights: Sequence[Weight] | Mapping[int, Weight] | None = None,
         num_samples: Annotated[int, Gt(0)] | None = None,
-        replacement: bool = True,
         inputs: Sequence[str] = (),
     ) -> None:
         if (weights is None) == (class_weights is None):
@@ -59,22 +56,19 @@ class WeightedSampler(Sampler[int]):
         else:
             self.weights = _weights_by_class(class_of_each(data_source, inputs=inputs), class_weights or ())
         self.num_samples = samples_in(data_source) if num_samples is None else num_samples
-        self.replacement = replacement
         wrong = (~torch.isfinite(self.weights) | (self.weights < 0)).nonzero()
         if len(wrong):
             index = int(wrong[0])
             got = f"{float(self.weights[index]):g} for sample {index} of train"
             raise data_error(f"{KEY}.weights", got=got, expected="finite numbers of at least 0")
-        drawable = int((self.weights > 0).sum())
-        if not drawable or (not replacement and self.num_samples > drawable):
-            got = f"{self.num_samples} draws, and {drawable} samples with a weight above 0"
-            raise data_error(f"{KEY}.num_samples", got=got, expected="as many draws as samples at most")
+        if not self.weights.any():
+            raise data_error(f"{KEY}.weights", got="weights that are all 0", expected="a weight above 0")
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        yield from weighted_draw(self.weights, self.num_samples, replacement=self.replacement).tolist()
+        yield from weighted_draw(self.weights, self.num_samples).tolist()
 
 
 class BalancedSampler(WeightedSampler):
@@ -84,7 +78,6 @@ class BalancedSampler(WeightedSampler):
         data_source: The training split.
         num_classes: The number of classes. exp passes the number of the data.
         num_samples: The number of draws in an epoch; None for the number of samples.
-        replacement: Whether a sample can be drawn several times in an epoch.
         inputs: The names of a sample's values.
 
     Raises:
@@ -97,7 +90,6 @@ class BalancedSampler(WeightedSampler):
         *,
         num_classes: int | None = None,
         num_samples: Annotated[int, Gt(0)] | None = None,
-        replacement: bool = True,
         inputs: Sequence[str] = (),
     ) -> None:
         classes = class_of_each(data_source, inputs=inputs)
@@ -112,7 +104,6 @@ class BalancedSampler(WeightedSampler):
             data_source,
             weights=[weights.get(number, 0.0) for number in classes.tolist()],
             num_samples=num_samples,
-            replacement=replacement,
         )
 
 
@@ -181,7 +172,7 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
     return torch.stack([torch.as_tensor(target) for target in targets]).long()
 
 
-def weighted_draw(weights: Tensor, count: int, *, replacement: bool) -> Tensor:
+def weighted_draw(weights: Tensor, count: int) -> Tensor:
     """Return indices drawn in proportion to weights, int64 `[count]`.
 
     The function exists because torch.multinomial limits N to 2 ** 24.
@@ -189,17 +180,11 @@ def weighted_draw(weights: Tensor, count: int, *, replacement: bool) -> Tensor:
     Args:
         weights: The weights, float64 `[N]`.
         count: The number of draws.
-        replacement: Whether an index can be drawn several times.
     """
-    if replacement:
-        edges = weights.cumsum(0)
-        # Rounding may move a draw to the last edge, past the last sample.
-        drawn = torch.searchsorted(edges, torch.rand(count, dtype=torch.float64) * edges[-1], right=True)
-        return drawn.clamp_max(int(weights.nonzero()[-1]))
-    # If times are exponentially distributed with the weights as rates, the smallest times are a weighted draw without
-    # replacement.
-    times = torch.empty_like(weights).exponential_() / weights
-    return times.topk(count, largest=False).indices
+    edges = weights.cumsum(0)
+    # Rounding may move a draw to the last edge, past the last sample.
+    drawn = torch.searchsorted(edges, torch.rand(count, dtype=torch.float64) * edges[-1], right=True)
+    return drawn.clamp_max(int(weights.nonzero()[-1]))
 
 
 def _weights_by_class(classes: Tensor, weights: Sequence[float] | Mapping[int, float]) -> Tensor:

@@ -16,7 +16,7 @@ from exp.data.pictures import Mode, PictureForm
 from exp.data.randomness import permutation, seed_for
 from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Record, ShardFile, TarShard
 from exp.data.source import Task
-from exp.data.splits import DEFAULT_SIZES, lengths
+from exp.data.splits import DEFAULT_SIZES
 from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.shared_types import STAGES, Stage
@@ -32,16 +32,14 @@ class Shards(Dataset[object]):
     (arrays `[N, ...]`) and .tar (see TarShard). All files must have the same format.
 
     Args:
-        files: One or several glob patterns, relative to the current folder or to `directory`. data.parts and parts_seed
-            divide the files among the splits. Or a mapping of train, val and test to patterns.
+        files: One or several glob patterns for each of train, val and test, relative to the current folder or to
+            `directory`.
         target: See Fields.
         directory: The folder that is searched if a pattern matches no file in the current folder.
         inputs: See Fields. Texts of numbers in a .csv file become numbers.
         task: See Fields.
         classes: See Fields.
         dtypes: See Fields.
-        count: Whether to count the records of files other than .parquet and .npz before the run, by reading them once.
-            If False, the length of an epoch is unknown.
         delimiter: The character between values of a .csv file. In a .tsv file, it is a tab.
         scale: See Fields.
         resize: See PictureForm.
@@ -49,8 +47,6 @@ class Shards(Dataset[object]):
         mode: See PictureForm.
         mean: See PictureForm.
         std: See PictureForm.
-        background: See PictureForm.
-        parts_seed: The seed that divides the files.
 
     Raises:
         ConfigError: A file or a column does not exist, a file is damaged, or pyarrow is not installed.
@@ -61,14 +57,13 @@ class Shards(Dataset[object]):
     def __init__(
         self,
         *,
-        files: Patterns | Mapping[Stage, Patterns | None],
+        files: Mapping[Stage, Patterns | None],
         target: Names | None,
         directory: str = "data",
         inputs: Inputs | None = None,
         task: Task = "classification",
         classes: Sequence[str] | None = None,
         dtypes: Mapping[str, NumberDtype] | None = None,
-        count: bool = False,
         delimiter: Annotated[str, "one character", Len(1, 1)] = ",",
         scale: float = 1.0,
         resize: int | Sequence[int] | None = None,
@@ -76,10 +71,7 @@ class Shards(Dataset[object]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        background: str = "white",
-        parts_seed: int = 0,
     ) -> None:
-        self.count, self.parts_seed = count, parts_seed
         fields = Fields(
             inputs=inputs,
             target=target,
@@ -87,16 +79,14 @@ class Shards(Dataset[object]):
             classes=classes,
             dtypes=dtypes,
             scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
         )
-        given = files if isinstance(files, Mapping) else {None: files}
-        if wrong := [name for name in given if name is not None and name not in STAGES]:
+        if wrong := [name for name in files if name not in STAGES]:
             raise data_error(f"dataset.files.{wrong[0]}", got="no split", expected="train, val or test")
-        self.files: dict[Stage | None, list[ShardFile]] = {}
-        for stage, patterns in given.items():
+        self.files: dict[Stage, list[ShardFile]] = {}
+        for stage, patterns in files.items():
             if patterns is not None:
-                key = "dataset.files" if stage is None else f"dataset.files.{stage}"
-                found = find_files(patterns, directory=directory, key=key)
+                found = find_files(patterns, directory=directory, key=f"dataset.files.{stage}")
                 self.files[stage] = [open_shard(file, delimiter=delimiter) for file in found]
         opened = [file for several in self.files.values() for file in several]
         if not opened or len(set(map(type, opened))) > 1:
@@ -108,33 +98,15 @@ class Shards(Dataset[object]):
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream]:
         """Return a stream for each split.
 
-        Args:
-            sizes: The fraction of the files for each split. It must be the default if `files` is given by split.
-
         Raises:
-            ConfigError: Sizes are set for files given by split, a size is a number of samples, or there are fewer files
-                than splits.
+            ConfigError: `sizes` are not the default sizes. The files determine the sizes.
         """
-        if None not in self.files:
-            if dict(sizes) != dict(DEFAULT_SIZES):
-                got = "sizes, and data.dataset.files with files for each split"
-                raise data_error("parts", got=got, expected="null")
-            return {stage: self._stream(self.files[stage]) for stage in STAGES if stage in self.files}
-        files = self.files[None]
-        for stage, size in sizes.items():
-            if isinstance(size, int) and size != 1:
-                expected = "a fraction of the files, or files for each split, data.dataset.files.val=..."
-                raise data_error(f"parts.{stage}", got=str(size), expected=expected)
-        order = permutation(seed=seed_for(self.parts_seed, "shards"), epoch=0, length=len(files)).tolist()
-        counts = lengths({stage: float(size) for stage, size in sizes.items()}, len(files), unit="files")
-        parts: dict[Stage, ShardStream] = {}
-        for stage, held in counts.items():
-            chosen, order = sorted(order[:held]), order[held:]
-            parts[stage] = self._stream([files[place] for place in chosen])
-        return parts
-
-    def _stream(self, files: Sequence[ShardFile]) -> ShardStream:
-        return ShardStream(files=files, fields=self.fields, count=self.count)
+        if dict(sizes) != dict(DEFAULT_SIZES):
+            got, expected = "sizes, and a data set with files for each split", "null"
+            raise data_error("parts", got=got, expected=expected, fix="Set data.dataset.files.val and files.test")
+        return {
+            stage: ShardStream(files=self.files[stage], fields=self.fields) for stage in STAGES if stage in self.files
+        }
 
 
 class ShardStream(IterableDataset[object]):
@@ -147,10 +119,10 @@ class ShardStream(IterableDataset[object]):
         num_classes: The number of class names; None if targets are numbers.
     """
 
-    def __init__(self, *, files: Sequence[ShardFile], fields: Fields, count: bool) -> None:
+    def __init__(self, *, files: Sequence[ShardFile], fields: Fields) -> None:
         self.files, self.fields = tuple(files), fields
         self.num_classes = None if fields.classes is None else len(fields.classes)
-        known = [length for file in files if (length := _length(file, count=count)) is not None]
+        known = [file.length for file in files if file.length is not None]
         self._length = sum(known) if len(known) == len(files) else None
         if self._length is not None:
             require_sample(self._length, files[0].file, key="dataset.files")
@@ -184,7 +156,7 @@ class ShardStream(IterableDataset[object]):
     def __len__(self) -> int:
         """Return the number of samples. Raise TypeError if it is unknown without reading the files."""
         if self._length is None:
-            raise TypeError("data=stream: these files do not state their number of records; data.dataset.count=true")
+            raise TypeError("data=stream: these files do not state their number of records")
         return self._length
 
 
@@ -203,15 +175,6 @@ def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
         expected = f"a file that ends in {', '.join(ENDINGS)}, and is not compressed"
         raise data_error("dataset.files", got=str(file), expected=expected)
     return kinds[kind](file)
-
-
-def _length(file: ShardFile, *, count: bool) -> int | None:
-    if file.length is not None or not count:
-        return file.length
-    try:
-        return sum(1 for _ in file.records())
-    except SampleError as error:
-        raise ConfigError([error.error]) from error
 
 
 def fields_of(fields: Fields, files: Sequence[ShardFile]) -> Fields:

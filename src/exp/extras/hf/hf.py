@@ -47,7 +47,7 @@ class HuggingFace(Dataset[object]):
             alphabetical order.
         directory: Folder in which a relative path is searched, after the working directory.
         inputs: See Fields, also for task, dtypes and scale.
-        resize: See Images, also for crop, mode, mean, std and background.
+        resize: See Images, also for crop, mode, mean and std.
         parts_seed: Seed of the random division into splits.
 
     Raises:
@@ -74,7 +74,6 @@ class HuggingFace(Dataset[object]):
         mode: Mode | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        background: str = "white",
         parts_seed: int = 0,
     ) -> None:
         require_extra("datasets", feature="data=hf", extra="hf")
@@ -94,7 +93,7 @@ class HuggingFace(Dataset[object]):
             classes=None,
             dtypes=dtypes,
             scale=scale,
-            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std, background=background),
+            picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
         )
         self._settle()
 

@@ -1,7 +1,5 @@
 """Tests of the data sets of exp: values, names, specs, and statistics of the training split."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import sklearn.datasets
@@ -11,21 +9,17 @@ from hypothesis import strategies as st
 
 from exp.data.data import Data
 from exp.data.digits import Digits
-from exp.data.in_memory import tensors_of
-from exp.data.tables import BreastCancer, Diabetes, ShippedTable, Table, Wine
+from exp.data.tables import BreastCancer, Diabetes, Table, Wine
 from exp.data.text import UNKNOWN, Text, Vocabulary, code_points
 from exp.errors import ConfigError
 from exp.extras.gallery.letter_names import ALPHABET, SCRIPTS, LetterNames
 from exp.shared_types import DataSpec
 
 
-def table(values, target, **settings) -> Table:
-    return ShippedTable(
-        features=np.asarray(values, dtype=float),
-        targets=np.asarray(target),
-        columns=tuple(f"c{i}" for i in range(len(values[0]))),
-        **{"classes": None, "standardise": True, **settings},
-    )
+def table(values, target) -> Table:
+    names = tuple(f"c{i}" for i in range(len(values[0])))
+    targets = np.asarray(target, dtype=float)[:, None]
+    return Table(columns=names, numbers=np.asarray(values, dtype=float), targets={"target": targets})
 
 
 def test_letter_names_are_those_of_unicode():
@@ -69,19 +63,6 @@ def test_tables_equal_those_of_scikit_learn(ours, theirs):
     assert [name.removeprefix("error_") for name in made.columns][:11] == names[:11]
 
 
-@pytest.mark.parametrize("ours", [Digits, BreastCancer])
-def test_data_come_from_scikit_learn_if_its_files_moved(ours, monkeypatch, caplog):
-    def tensors():
-        made = ours()
-        return tensors_of((made.prepare(made.fit()) if isinstance(made, BreastCancer) else made).entries)
-
-    expected = tensors()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for mine, theirs in zip(tensors(), expected, strict=True):
-        assert torch.equal(mine, theirs)
-    assert "importing sklearn.datasets" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("dataset", "spec"),
     [
@@ -113,7 +94,7 @@ def test_a_constant_column_becomes_zero():
 
 
 def test_splits_of_different_kinds_are_refused():
-    with pytest.raises(ConfigError, match=r"data.train: a training split with no statistics, and .* ShippedTable"):
+    with pytest.raises(ConfigError, match=r"data.train: a training split with no statistics, and .* Table"):
         Data(train=torch.utils.data.TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1)), val=table([[1.0]], [1]))
     with pytest.raises(ConfigError, match="no training split"):
         Data(test=table([[1.0]], [1]))

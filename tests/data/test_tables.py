@@ -27,7 +27,6 @@ from exp.construct import build_data
 from exp.data.cells import finite_number
 from exp.data.data import Data
 from exp.data.delimited import Csv
-from exp.data.parquet import Parquet
 from exp.data.unlabelled import UnlabelledTable
 from exp.data.windows import Windows
 from exp.engine.checkpoint import read_checkpoint
@@ -438,16 +437,16 @@ def test_a_parquet_file_is_the_same_table(homes, tmp_path):
     parquet.write_table(pyarrow.table(held), path)
     settings = {"target": {"kind": "kind", "price": "price"}, "task": {"kind": "classification", "price": "regression"}}
     settings |= {"categorical": ["colour", "size"], "impute": "median"}
-    mine, theirs = Parquet(path=path, **settings), Csv(path=homes, dates=["when"], **settings)
+    mine, theirs = Csv(path=path, **settings), Csv(path=homes, dates=["when"], **settings)
     assert mine.encode(mine.fit())["input"].equal(theirs.encode(theirs.fit())["input"])
     np.testing.assert_array_equal(mine.numbers, theirs.numbers)
     np.testing.assert_array_equal(mine.targets["price"], theirs.targets["price"])
     with pytest.raises(ConfigError, match=r"'\w+' in row \d+ of .*column size; .* Put the column in data"):
-        Parquet(path=path, target="kind", categorical=["colour"], impute="mean")
+        Csv(path=path, target="kind", categorical=["colour"], impute="mean")
     with pytest.raises(ConfigError, match=r"missing values, the first in row \d+ of .*column age"):
-        Parquet(path=path, target="kind", categorical=["colour", "size"])
+        Csv(path=path, target="kind", categorical=["colour", "size"])
     parquet.write_table(pyarrow.table({"a": ["1,5", "2"], "kind": ["x", "y"]}), path)
-    assert Parquet(path=path, target="kind", decimal=",").numbers.tolist() == [[1.5], [2.0]]
+    assert Csv(path=path, target="kind", decimal=",").numbers.tolist() == [[1.5], [2.0]]
     (tmp_path / "bad.parquet").write_text("no table")
     with pytest.raises(ConfigError, match=r"bad.parquet \(.*\); expected a Parquet file"):
-        Parquet(path=str(tmp_path / "bad.parquet"), target="kind")
+        Csv(path=str(tmp_path / "bad.parquet"), target="kind")

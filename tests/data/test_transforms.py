@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-import exp
-from exp.data.batch_transforms import CutMix, Mixup
 from exp.data.data import Data
 from exp.errors import ConfigError, RunError
 
@@ -100,25 +98,8 @@ def test_unsuitable_transforms_are_reported():
         data(train_transforms=[lambda input, target: input])
 
 
-@pytest.mark.parametrize("kind", [Mixup, CutMix])
-def test_mixed_batches_have_mixed_targets(kind):
-    torch.manual_seed(0)
-    # Each picture has a constant value, so that the mean of a mixed picture follows from the shares of the classes.
-    inputs = torch.arange(1.0, 9.0)[:, None, None, None].expand(8, 3, 10, 12).clone()
-    classes = torch.arange(8)
-    seen = set()
-    for _ in range(20):
-        mixed, targets = kind(alpha=1.0, num_classes=8)(inputs, classes)
-        torch.testing.assert_close(targets.sum(1), torch.ones(8))
-        torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ torch.arange(1.0, 9.0), rtol=1e-5, atol=1e-5)
-        seen.add(round(float(targets.max(1).values.min()), 3))
-    assert len(seen) > 5
-    numbers = kind(alpha=1.0)(inputs, torch.arange(1.0, 9.0)[:, None])
-    torch.testing.assert_close(numbers[0].mean((1, 2, 3)), numbers[1][:, 0], rtol=1e-5, atol=1e-5)
-
-
 def test_batch_transforms_depend_on_the_position_only():
-    made = data(train_batch_transforms=[Mixup(alpha=1.0, num_classes=3)])
+    made = data(train_batch_transforms=[nn.Dropout()])
     batch = next(iter(made.loader("train")))
 
     def mixed(**where):
@@ -130,31 +111,14 @@ def test_batch_transforms_depend_on_the_position_only():
     assert not made.transforms_batches("val")
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "told"),
-    [
-        (["objective=[cross_entropy]"], "objective", "CrossEntropy"),
-        (["metric_stages=[train,val]"], "metric_stages", "Mixup makes probabilities"),
-    ],
-)
-def test_the_check_refuses_metrics_of_mixed_targets(words, key, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        exp.validate(exp.compose([MIXED, *words]))
-    assert any(error.key.startswith(key) and told in str(error) for error in caught.value.errors), caught.value
+FLIPPED = "data.train_batch_transforms={flip: {_target_: exp.data.images.RandomFlip}}"
 
 
-MIXED = "data.train_batch_transforms={mix: {_target_: exp.data.batch_transforms.Mixup, num_classes: 10}}"
-
-
-def test_a_run_with_mixed_batches_resumes_exactly(ranks):
-    words = (
-        *("objective.cross_entropy.loss={_target_: torch.nn.CrossEntropyLoss}", "hooks=[]", "test=false"),
-        *("trainer.max_epochs=2", "data.batch_size=256", "optimizer=sgd"),
-    )
-    whole = ranks.train(*words, MIXED)
-    killed = ranks.train(*words, MIXED, "trainer.max_steps=7")
-    rest = ranks.train(*words, MIXED, f"resume={killed.directory}/checkpoints/last.ckpt")
+def test_a_run_with_batch_transforms_resumes_exactly(ranks):
+    words = ("hooks=[]", "test=false", "trainer.max_epochs=2", "data.batch_size=256", "optimizer=sgd")
+    whole = ranks.train(*words, FLIPPED)
+    killed = ranks.train(*words, FLIPPED, "trainer.max_steps=7")
+    rest = ranks.train(*words, FLIPPED, f"resume={killed.directory}/checkpoints/last.ckpt")
     expected = whole.checkpoint()["state_dict"]
     for name, value in rest.checkpoint()["state_dict"].items():
         assert torch.equal(value, expected[name])

@@ -43,12 +43,7 @@ CLASS_METRICS = (
 REGRESSION = "torchmetrics.regression."
 # Checkpoints of a run directory, in the order in which they are preferred.
 CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
-MIXING = (
-    "exp.data.batch_transforms.Mixup",
-    "exp.data.batch_transforms.CutMix",
-    "torchvision.transforms.v2.MixUp",
-    "torchvision.transforms.v2.CutMix",
-)
+MIXING = ("torchvision.transforms.v2.MixUp", "torchvision.transforms.v2.CutMix")
 # First parts of tags that every run logs, even without hooks and metrics.
 OF_EVERY_RUN = ("optimizer", "precision")
 # Keys of the stages that follow a training, or that run without a training.
@@ -190,7 +185,7 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of metrics on training batches of Mixup or CutMix, because their targets are probabilities."""
+    """Yield the error of metrics on training batches of MixUp or CutMix, because their targets are probabilities."""
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
         return

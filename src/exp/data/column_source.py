@@ -93,22 +93,6 @@ def open_source(
         if rows.ndim > 2:
             raise data_error("dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="rows, [N] or [N, C]")
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
-    return _typed_source(file, columns, dialect, missing_values)
-
-
-def parquet_source(
-    file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] | None = None
-) -> Source:
-    """Return the columns of a Parquet file.
-
-    The ending of the file is not checked. See open_source for the arguments.
-    """
-    return _typed_source(file, arrow_columns(read_parquet(file)), dialect, missing_values)
-
-
-def _typed_source(
-    file: Path, columns: Mapping[str, Values], dialect: Dialect | None, missing_values: Sequence[object] | None
-) -> ColumnSource:
     decimal = "." if dialect is None else dialect.decimal
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
 
@@ -184,7 +168,7 @@ def read_parquet(file: Path) -> pyarrow.Table:
     """Return the table of a Parquet file.
 
     Raises:
-        ConfigError: The file is not Parquet, has no rows, or pyarrow is not installed.
+        ConfigError: The file is not Parquet, or pyarrow is not installed.
     """
     require_extra("pyarrow", feature=str(file), extra="parquet")
     from pyarrow import ArrowException, parquet
@@ -195,7 +179,6 @@ def read_parquet(file: Path) -> pyarrow.Table:
             table = parquet.read_table(raw)
     except (ArrowException, OSError) as error:
         raise file_error(file, error, "a Parquet file") from error
-    require_sample(len(table), file)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import logging
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from exp.data.data_errors import data_error, name_fix
-
-log = logging.getLogger(__name__)
 
 
 def data_file(path: str, *, directory: str) -> Path:
@@ -64,33 +61,21 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
     return sorted(found, key=str)
 
 
-def shipped_columns(
-    loader: str, *files: str, delimiter: str | None = ",", skip_lines: int = 0, **options: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def shipped_columns(*files: str, delimiter: str | None, skip_lines: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return the features `[rows, columns]` and targets `[rows]` of a data set that scikit-learn ships, both float64.
 
-    The files are read without importing scikit-learn, because the import may take longer than a whole run on digits. If
-    the files are not found, scikit-learn is imported, and a warning is logged.
+    The files are read without importing scikit-learn, because the import may take longer than a whole run on digits.
 
     Args:
-        loader: The name of the function in sklearn.datasets.
         files: The files in scikit-learn's data folder. Their columns are joined, and the last column is the target.
         delimiter: The character between values.
         skip_lines: The number of lines before the values.
-        options: Keyword arguments of the function in sklearn.datasets.
     """
     package = importlib.util.find_spec("sklearn")
-    for place in (package.submodule_search_locations or []) if package else []:
-        paths = [Path(place, "datasets", "data", name) for name in files]
-        if all(path.is_file() for path in paths):
-            tables = [np.loadtxt(path, delimiter=delimiter, skiprows=skip_lines, ndmin=2) for path in paths]
-            table = np.hstack(tables)
-            return table[:, :-1], table[:, -1]
-    log.warning("scikit-learn has moved %s; importing sklearn.datasets to load it", files[0])
-    from sklearn import datasets
-
-    features, targets = getattr(datasets, loader)(return_X_y=True, **options)
-    return features, targets
+    assert package is not None
+    folder = Path(str(package.origin)).parent / "datasets" / "data"
+    table = np.hstack([np.loadtxt(folder / name, delimiter=delimiter, skiprows=skip_lines, ndmin=2) for name in files])
+    return table[:, :-1], table[:, -1]
 
 
 def _matches(pattern: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Annotated
@@ -67,9 +67,6 @@ class Csv(Table):
         ConfigError: The file or a column does not exist, or a value does not match its column.
     """
 
-    # The function that opens the file; subclasses replace it.
-    reader: Callable[..., Source] = staticmethod(open_source)
-
     def __init__(
         self,
         *,
@@ -90,7 +87,7 @@ class Csv(Table):
     ) -> None:
         dialect = Dialect(delimiter=delimiter, decimal=decimal, header=header)
         file = data_file(path, directory=directory)
-        self._open = partial(self.reader, file, dialect, missing_values=missing_values)
+        self._open = partial(open_source, file, dialect, missing_values=missing_values)
         source = self._open()
         by_name = _by_name(target)
         named = {"categorical": categorical, "dates": dates, "ignore": ignore}

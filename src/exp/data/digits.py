@@ -17,6 +17,6 @@ class Digits(Tensors):
     """Images float32 `[1, 8, 8]` with about mean 0 and variance 1, and classes 0 to 9, int64."""
 
     def __init__(self) -> None:
-        pixels, labels = shipped_columns("load_digits", "digits.csv.gz")
+        pixels, labels = shipped_columns("digits.csv.gz", delimiter=",")
         images = torch.from_numpy(((pixels - CENTRE) / SPREAD).astype(np.float32)).reshape(-1, 1, 8, 8)
         super().__init__(entries=(images, torch.from_numpy(labels.astype(np.int64))), num_classes=10)

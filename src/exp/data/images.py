@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import operator
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -175,38 +174,34 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def _look(self) -> None:
         """Raise ConfigError if a file is not a picture, or if pictures differ in mode or size."""
-        modes: dict[str, list[str]] = {}
-        sizes: dict[tuple[int, int], list[str]] = {}
+        modes, sizes = dict[str, str](), dict[tuple[int, int], str]()
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
                 with Image.open(file) as picture:
-                    modes.setdefault(stored_mode(picture), []).append(file)
-                    sizes.setdefault(self.form.size_of(picture), []).append(file)
+                    modes.setdefault(stored_mode(picture), file)
+                    sizes.setdefault(self.form.size_of(picture), file)
             except UNREADABLE as error:
                 raise ConfigError([unreadable_picture(file, error)]) from error
-        errors = [deep_picture(files[0], mode) for mode, files in modes.items() if mode not in EIGHT_BITS]
-        errors += [] if errors else _mode_errors(modes, self.form.mode)
+        errors = [deep_picture(file, mode) for mode, file in modes.items() if mode not in EIGHT_BITS]
+        if not errors and self.form.mode is None and (len(modes) > 1 or not modes.keys() <= {*KEPT}):
+            errors.append(mode_error(" and ".join(f"{file} of mode {mode}" for mode, file in [*modes.items()][:2])))
         raise_errors([*errors, *self._size_errors(sizes)])
 
-    def _size_errors(self, sizes: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[ErrorDetails]:
+    def _size_errors(self, sizes: Mapping[tuple[int, int], str]) -> Iterator[ErrorDetails]:
+        shown = [f"{file} has {height} x {width}" for (width, height), file in sizes.items()]
         if self.form.crop is not None:
             height, width = self.form.crop
-            small = [(size, files) for size, files in sizes.items() if size[0] < width or size[1] < height]
+            small = [text for text, size in zip(shown, sizes, strict=True) if size[0] < width or size[1] < height]
             if small:
-                (held_width, held_height), files = small[0]
-                got = f"{height} x {width}, and {files[0]} has {held_height} x {held_width}"
-                fix = "Enlarge the pictures with data.dataset.resize"
+                got, fix = f"{height} x {width}, and {small[0]}", "Enlarge the pictures with data.dataset.resize"
                 yield data_detail("dataset.crop", got=got, expected="at most the size of the smallest picture", fix=fix)
         elif len(sizes) > 1 and not self.any_size:
-            (first, some), (second, others), *_ = sizes.items()
-            yield data_detail(
-                "dataset.resize",
-                got=f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {some[0]} has "
-                f"{first[1]} x {first[0]}, {others[0]} {second[1]} x {second[0]}",
-                expected="one size for all",
-                fix="Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
-                "data.dataset.any_size=true, if transforms bring them to one size",
+            got = f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {shown[0]}, {shown[1]}"
+            fix = (
+                "Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
+                "data.dataset.any_size=true, if transforms bring them to one size"
             )
+            yield data_detail("dataset.resize", got=got, expected="one size for all", fix=fix)
 
 
 class RandomFlip:
@@ -331,10 +326,3 @@ def _read_list(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[
     if len(labels.names) < 2:
         raise data_error("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
     return files, torch.from_numpy(labels.codes), labels.names
-
-
-def _mode_errors(modes: Mapping[str, Sequence[str]], wanted: Mode | None) -> Iterator[ErrorDetails]:
-    if wanted is not None or (len(modes) == 1 and next(iter(modes)) in KEPT):
-        return
-    counts = Counter({mode: len(files) for mode, files in modes.items()}).most_common()
-    yield mode_error(" and ".join(f"{count} of mode {mode}, such as {modes[mode][0]}" for mode, count in counts[:2]))

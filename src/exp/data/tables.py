@@ -348,42 +348,52 @@ class Table(Dataset[object]):
 
 
 class ShippedTable(Table):
-    """A table of numbers that scikit-learn ships.
+    """Base class of tables of numbers that scikit-learn ships.
 
     Args:
-        features: The features, float64 `[N, F]`.
-        targets: The targets, float64 `[N]`.
-        columns: The names of the features.
-        classes: The names of the classes; None for a regression.
         standardise: See Table.
+
+    Attributes:
+        files: The files in scikit-learn's data folder.
+        names: The names of the features.
+        labels: The names of the classes; None for a regression.
     """
 
-    def __init__(
-        self,
-        features: np.ndarray,
-        targets: np.ndarray,
-        columns: Sequence[str],
-        classes: tuple[str, ...] | None,
-        standardise: bool,
-    ) -> None:
-        target = targets[:, None] if classes is None else Words(codes=targets.astype(np.int64), names=classes)
-        super().__init__(columns=columns, numbers=features, targets={TARGET: target}, standardise=standardise)
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: tuple[str, ...] | None = None
+
+    def __init__(self, *, standardise: bool = True) -> None:
+        is_class = self.labels is not None
+        # Files of classes are in CSV, after a line with the number of rows.
+        features, targets = shipped_columns(*self.files, delimiter="," if is_class else None, skip_lines=int(is_class))
+        target = Words(codes=targets.astype(np.int64), names=self.labels) if self.labels else targets[:, None]
+        super().__init__(columns=self.names, numbers=features, targets={TARGET: target}, standardise=standardise)
+
+
+_MEASURED = (
+    "radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity", "concave_points", "symmetry",
+    "fractal_dimension",
+)  # fmt: skip
 
 
 class BreastCancer(ShippedTable):
     """Breast cancer Wisconsin (diagnostic): 569 rows, 30 features, malignant (0) or benign (1)."""
 
-    def __init__(self, *, standardise: bool = True) -> None:
-        values = shipped_columns("load_breast_cancer", "breast_cancer.csv", skip_lines=1)
-        super().__init__(*values, BREAST_CANCER_COLUMNS, ("malignant", "benign"), standardise)
+    files = ("breast_cancer.csv",)
+    names = tuple(f"{kind}_{name}" for kind in ("mean", "error", "worst") for name in _MEASURED)
+    labels = ("malignant", "benign")
 
 
 class Wine(ShippedTable):
     """Wine recognition: 178 rows, 13 features of a chemical analysis, three growers."""
 
-    def __init__(self, *, standardise: bool = True) -> None:
-        values = shipped_columns("load_wine", "wine_data.csv", skip_lines=1)
-        super().__init__(*values, WINE_COLUMNS, ("class_0", "class_1", "class_2"), standardise)
+    files = ("wine_data.csv",)
+    names = (
+        "alcohol", "malic_acid", "ash", "alcalinity_of_ash", "magnesium", "total_phenols", "flavanoids",
+        "nonflavanoid_phenols", "proanthocyanins", "color_intensity", "hue", "od280_od315", "proline",
+    )  # fmt: skip
+    labels = ("class_0", "class_1", "class_2")
 
 
 class Diabetes(ShippedTable):
@@ -392,22 +402,8 @@ class Diabetes(ShippedTable):
     The target is the progression of the disease after a year.
     """
 
-    def __init__(self, *, standardise: bool = True) -> None:
-        files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
-        values = shipped_columns("load_diabetes", *files, delimiter=None, scaled=False)
-        super().__init__(*values, DIABETES_COLUMNS, None, standardise)
-
-
-_MEASURED = (
-    "radius", "texture", "perimeter", "area", "smoothness", "compactness", "concavity", "concave_points", "symmetry",
-    "fractal_dimension",
-)  # fmt: skip
-BREAST_CANCER_COLUMNS = tuple(f"{kind}_{name}" for kind in ("mean", "error", "worst") for name in _MEASURED)
-WINE_COLUMNS = (
-    "alcohol", "malic_acid", "ash", "alcalinity_of_ash", "magnesium", "total_phenols", "flavanoids",
-    "nonflavanoid_phenols", "proanthocyanins", "color_intensity", "hue", "od280_od315", "proline",
-)  # fmt: skip
-DIABETES_COLUMNS = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
+    files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
+    names = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
 
 
 def moments(values: np.ndarray, *, scratch: np.ndarray | None = None) -> tuple[Tensor, Tensor]:

@@ -83,24 +83,14 @@ def test_a_table_in_each_format(source, pets_run, classify, pets, write_csv, cap
     assert np.allclose(pets_run.predict(given).answers()["probabilities"], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_columns_are_kept_and_unknown_words_counted(pets_run, pets, write_csv, capsys):
-    given = {"id": np.array(["007", "7", "1_0", ""]), **{name: column[:4] for name, column in pets(9, seed=1).items()}}
+def test_unknown_words_are_counted(pets_run, pets, write_csv, capsys):
+    given = {name: column[:4] for name, column in pets(9, seed=1).items()}
     given["colour"] = np.array(["red", "violet", "violet", "cyan"])
     write_csv("new.csv", given)
     np.savez("new.npz", **given)
     for source in ("new.csv", "new.npz"):
-        assert main([f"run={pets_run.directory}", f"input={source}", "output=answers.csv", "keep=[id,kind]"]) == 0
-        rows = read_answers("answers.csv")
-        assert list(rows[0])[:3] == ["id", "kind", "class"]
-        assert [[row["id"] for row in rows], [row["kind"] for row in rows]] == [list(given["id"]), list(given["kind"])]
+        assert main([f"run={pets_run.directory}", f"input={source}", "output=answers.csv"]) == 0
         assert "colour of 3 of 4 rows of the input is not in the training split" in capsys.readouterr().err
-    for typed, message in (("[di]", "keep: di; expected a column of"), ("id", "keep: id; expected a list of columns")):
-        assert main([f"run={pets_run.directory}", "input=new.csv", "output=answers.csv", f"keep={typed}"]) == 2
-        assert message in capsys.readouterr().err
-    for name in ("class", f"probability_{KINDS[0]}", "probabilities", "prediction", "species.class", "file"):
-        assert main([f"run={pets_run.directory}", "input=new.csv", "output=a.csv", f"keep=[{name}]"]) == 2
-        assert f"keep: {name}, which is the name of an answer" in capsys.readouterr().err
-    assert not Path("a.csv").exists()
 
 
 def test_parquet(pets_run, classify, pets):
@@ -237,8 +227,6 @@ def test_a_series_is_windowed_and_standardized(trained, write_csv):
     windows = torch.from_numpy(np.stack([scaled[start : start + 6] for start in range(8)])).float()
     expected = outputs_of(run, windows).astype(np.float64) * fit["deviations"][0].item() + fit["means"][0].item()
     assert np.allclose(run.predict("new.csv").answers()["prediction"], expected, rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"keep: \[heat\], and windows of 6 rows; expected a sample for each row"):
-        run.predict("new.csv", keep=["heat"])
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)

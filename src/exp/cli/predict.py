@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.errors import COMMAND_LINE, config_error
 from exp.output import announce_torch_import, command, survive_output_errors
 
 HELP = """Predict with the weights that a run saved.
@@ -18,13 +17,11 @@ HELP = """Predict with the weights that a run saved.
   run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
   input=PATH       .csv, .parquet, .jsonl, .npz or .npy; for pictures a folder, a picture or a CSV of paths
   output=FILE      .npz, .csv or .jsonl
-  keep=[COLUMN]    columns of the input to copy to the output, such as keep=[id,name]
   weights=WORD     best, last, or a checkpoint's path; default: best, or last if there is no best
   security.allow=[PACKAGE]   a package whose classes the run's config may name
 
 The input is standardized, encoded and transformed as in training; classes have the names of training.
 All else overrides the run's command, such as data.batch_size=512."""
-COLUMNS = "a list of columns of the input, such as [id,name]"
 
 
 @command(help=HELP)
@@ -34,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status: 0; 2 if the command, the config or the input has errors; 1 if the prediction fails.
     """
-    from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments, words_in
+    from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.predict")
@@ -42,28 +39,22 @@ def main(argv: Sequence[str]) -> int:
         "run": RUN,
         "input": "a file or a folder of samples",
         "output": "a file in .npz, .csv or .jsonl",
-        "keep": COLUMNS,
         "weights": WEIGHTS,
     }
     arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
-    typed = arguments.values["keep"]
-    keep = () if typed is None else words_in(f"keep={typed}")
-    if keep is None:
-        raise config_error("keep", got=str(typed), expected=COLUMNS, source=COMMAND_LINE)
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch is imported after parsing, so that errors of the command are reported at once.
     with announce_torch_import():
-        from exp.cli.prediction_files import refuse_names, refuse_place, write_predictions
+        from exp.cli.prediction_files import refuse_place, write_predictions
         from exp.saved_runs.prediction import predict
         from exp.saved_runs.saved_run import load
 
     refuse_place(output, given=given)
-    refuse_names(keep)
     with survive_output_errors():
         run = load(str(arguments.values["run"]), allow=arguments.allow)
         run.refuse_own_file(output, weights=arguments.values["weights"])
         weights, overrides = arguments.values["weights"], arguments.overrides
-        found = predict(run, given, weights=weights, overrides=overrides, keep=keep, is_shown=True)
+        found = predict(run, given, weights=weights, overrides=overrides, is_shown=True)
         write_predictions(found, output)
         print(f"{len(found)} samples of {given} predicted: {output}")
     return 0

@@ -5,24 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from exp.engine.predictions import archive_of
-from exp.errors import ConfigError, ErrorDetails, RunError, command_line_error, config_error, raise_errors
+from exp.errors import RunError, config_error
 from exp.files import write_atomic
 from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
 from exp.saved_runs.run_files import is_same_file
 
-Column = TypeVar("Column")
 FORMATS = (".npz", ".csv", ".jsonl")
-# Names of output columns. Columns that are copied from the input must have other names.
-ANSWERS = re.compile(r"(.+\.)?(file|class|classes|prediction(_\d+)?|probability(_.+)?|probabilities)")
 
 
 def refuse_place(path: Path, *, given: Path) -> None:
@@ -48,15 +44,6 @@ def refuse_place(path: Path, *, given: Path) -> None:
     raise config_error("output", got=got, expected=expected, fix=fix)
 
 
-def refuse_names(keep: Sequence[str]) -> None:
-    """Raise ConfigError if a column to keep has the name of an output column. This is called before predicting.
-
-    Args:
-        keep: Columns of the input to copy to the output.
-    """
-    raise_errors(_taken_name_error(name) for name in keep if ANSWERS.fullmatch(name))
-
-
 def write_predictions(predictions: Predictions, path: Path) -> None:
     """Write predictions to a file. An existing file is replaced.
 
@@ -65,7 +52,7 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
 
     .csv and .jsonl files contain one row per sample with these columns:
 
-    - columns copied from the input, and `file` for pictures
+    - `file` for pictures
     - for a classification: `class` with the name of the class, `probability`, and `probability_<class>` for each class
     - for a regression: `prediction`, or `prediction_0` and so on for several numbers
     - the numbers of outputs that are not converted to classes or predictions
@@ -78,7 +65,6 @@ def write_predictions(predictions: Predictions, path: Path) -> None:
 
     Raises:
         RunError: The file cannot be written, or an array does not fit into a row.
-        ConfigError: A column copied from the input has the name of an output column.
     """
     try:
         if path.suffix == ".npz":
@@ -111,24 +97,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
             arrays[f"{start}classes"] = np.array(reading.names)
     if predictions.files:
         arrays["file"] = np.array([str(file) for file in predictions.files])
-    kept = {name: np.array(["" if one is None else one for one in held]) for name, held in predictions.kept.items()}
-    write_atomic(path, archive_of(_join(kept, arrays)))
-
-
-def _join(kept: Mapping[str, Column], answers: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns copied from the input together with the output columns.
-
-    Raises:
-        ConfigError: A name is in both.
-    """
-    if both := [name for name in kept if name in answers]:
-        raise ConfigError([_taken_name_error(both[0])])
-    return {**kept, **answers}
-
-
-def _taken_name_error(name: str) -> ErrorDetails:
-    got, expected = f"{name}, which is the name of an answer", "columns with other names"
-    return command_line_error("keep", got, expected, "Rename the column of the input")
+    write_atomic(path, archive_of(arrays))
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, object]]:
@@ -142,7 +111,6 @@ def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, ob
     for name, values in predictions.outputs.items():
         is_read = name in predictions.readings
         columns |= _columns(predictions, name, is_flat=is_flat) if is_read else _plain(name, values, is_flat)
-    columns = _join(predictions.kept, columns)
     for place in range(len(predictions)):
         yield {name: values[place] for name, values in columns.items()}
 

@@ -89,7 +89,7 @@ def read_arguments(
 
 
 def words_in(override: str) -> tuple[str, ...] | None:
-    """Return the texts in the list of an override such as `keep=[id,name]`; None if its value is not such a list."""
+    """Return the texts in the list of an override such as `security.allow=[mine]`; None for other values."""
     value: Any
     try:
         value = parse_override(override).value()

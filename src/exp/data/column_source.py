@@ -15,14 +15,12 @@ from exp.data.data_errors import (
     SampleError,
     data_error,
     file_error,
-    name_fix,
     require_equal_lengths,
     require_extra,
     require_sample,
 )
 from exp.data.shard_files import JsonLines
 from exp.data.source import Readers, Source, Values
-from exp.errors import ErrorDetails, raise_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -122,28 +120,6 @@ def read_columns(file: Path) -> dict[str, Values]:
     require_sample(min((length or 0 for length in lengths.values()), default=0), file)
     require_equal_lengths(lengths, file)
     return columns
-
-
-def raw_columns(file: Path, dialect: Dialect, names: Sequence[str]) -> dict[str, Values]:
-    """Return columns of a file by name, with unconverted values. The text 007 in a CSV file stays 007.
-
-    Raises:
-        ConfigError: A column does not exist, which is reported at the config key `keep`, or the file cannot be read.
-    """
-    _require_file(file)
-    columns: dict[str, Values]
-    if file.suffix not in TYPED:
-        source = CsvSource(file, dialect)
-        texts = zip(*(row for _, row in source.rows()), strict=True)
-        columns = dict(zip(source.names, texts, strict=True))
-    else:
-        columns = dict(read_parquet(file).to_pydict()) if file.suffix == ".parquet" else read_columns(file)
-    raise_errors(
-        ErrorDetails("keep", name, f"a column of {file}", name_fix(name, columns))
-        for name in names
-        if name not in columns
-    )
-    return {name: columns[name] for name in names}
 
 
 def _require_file(file: Path) -> None:

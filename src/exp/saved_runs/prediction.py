@@ -19,12 +19,10 @@ from exp.config.frozen import literal
 from exp.config.settings import Settings, settings_of
 from exp.config.targets import resolve
 from exp.construct import build_objective, plain_config
-from exp.data.column_source import raw_columns
-from exp.data.csv_source import Dialect
-from exp.data.unlabelled import UnlabelledImages, UnlabelledSeries, pictures_at
+from exp.data.unlabelled import UnlabelledImages, pictures_at
 from exp.engine.datamodule import fitted_in
 from exp.engine.predictions import archive_of, read_shares
-from exp.errors import ConfigError, ErrorDetails, RunError, command_line_error
+from exp.errors import ConfigError, ErrorDetails, RunError
 from exp.saved_runs.answers import Reading, readings_of
 from exp.saved_runs.evaluation import evaluation_config
 from exp.saved_runs.run_files import RunFiles
@@ -47,13 +45,11 @@ class Predictions:
     Args:
         outputs: Outputs by name: an array `[N, ...]`, or a list of N arrays if samples differ in length.
         files: Files of the pictures. Empty for other data.
-        kept: Columns that were copied from the input, by name.
         readings: Descriptions of the outputs that a loss compares with a target, by output name.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
     files: Sequence[Path] = ()
-    kept: Mapping[str, Sequence[object]] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -84,7 +80,6 @@ def predict(
     *,
     weights: str | Path | None = None,
     overrides: Sequence[str] = (),
-    keep: Sequence[str] = (),
     is_shown: bool = False,
 ) -> Predictions:
     """Run the network of a saved run over samples without targets.
@@ -95,7 +90,6 @@ def predict(
             run's data: table columns, pictures, or arrays before transforms.
         weights: The checkpoint, as in RunFiles.network.
         overrides: Changes of the run's command, as in `evaluate`.
-        keep: Names of input columns to copy to the predictions.
         is_shown: Whether to show a progress bar.
 
     Raises:
@@ -110,19 +104,14 @@ def predict(
         config = _predicting(run, path, checkpoint=checkpoint, overrides=overrides, place=place)
         config.trainer.enable_progress_bar = is_shown
         try:
-            kept = _read_kept(run, path, keep) if keep else {}
             report = fit(config)
         except ConfigError as error:
             raise ConfigError([_as_input_error(one) for one in error.errors]) from error
         if report.status != "completed":
             raise RunError(f"the prediction is not complete: it {report.status}")
-        found = _assemble(read_shares(Path(report.directory)), config, checkpoint, classes=config_classes(run))
+        return _assemble(read_shares(Path(report.directory)), config, checkpoint, classes=config_classes(run))
     finally:
         shutil.rmtree(place)
-    for name, values in kept.items():
-        if len(values) != len(found):
-            raise _keep_error(f"{name} of {len(values)} rows, and {len(found)} samples", "a row for each sample")
-    return dataclasses.replace(found, kept=kept)
 
 
 def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
@@ -161,23 +150,6 @@ def _save(given: object, run: RunFiles, place: Path) -> Path:
     return place / "given.npz"
 
 
-def _read_kept(run: RunFiles, path: Path, names: Sequence[str]) -> dict[str, Sequence[object]]:
-    """Return columns of the input by name.
-
-    Raises:
-        ConfigError: A column does not exist, or a sample has several rows.
-    """
-    node = unlabelled_node(run, path)
-    if is_of(node, UnlabelledSeries):
-        got = f"[{', '.join(names)}], and windows of {node['options']['length']} rows"
-        raise _keep_error(got, "a sample for each row", fix="Leave keep out")
-    return {name: list(values) for name, values in raw_columns(path, Dialect.of(node["options"]), names).items()}
-
-
-def _keep_error(got: str, expected: str, *, fix: str | None = None) -> ConfigError:
-    return ConfigError([command_line_error("keep", got, expected, fix)])
-
-
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     """Return a config node for a data set that reads the input like the run's data set reads its files."""
     data, node = run.settings.data, _set_node(run)
@@ -197,11 +169,6 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
     elif "inputs" in takes and node.get("inputs") is not None:
         options["inputs"] = node["inputs"]
     return {"_target_": kind, "path": literal(str(path)), "options": options}
-
-
-def is_of(node: Mapping[str, object], kind: type) -> bool:
-    """Return whether a result of `unlabelled_node` names a given data set class."""
-    return resolve(str(node["_target_"]), allow=()) is kind
 
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
@@ -232,7 +199,7 @@ def _assemble(
         same = len({batch.shape[1:] for batch in batches}) == 1
         outputs[name] = np.concatenate(batches) if same else [sample for batch in batches for sample in batch]
     node = settings.data["test"]
-    is_pictures = is_of(node, UnlabelledImages)
+    is_pictures = resolve(str(node["_target_"]), allow=()) is UnlabelledImages
     files = pictures_at(Path(node["path"]), node["options"]) if is_pictures else ()
     readings = readings_at(settings, checkpoint, classes=classes)
     return Predictions(

@@ -41,15 +41,10 @@ class SavedRun(RunFiles):
         return evaluate(self, stage=stage, weights=weights, overrides=overrides)
 
     def predict(
-        self,
-        given: object,
-        *,
-        weights: str | Path | None = None,
-        overrides: Sequence[str] = (),
-        keep: Sequence[str] = (),
+        self, given: object, *, weights: str | Path | None = None, overrides: Sequence[str] = ()
     ) -> Predictions:
         """Run the network over samples without targets. See exp.saved_runs.prediction.predict for the arguments."""
-        return predict(self, given, weights=weights, overrides=overrides, keep=keep)
+        return predict(self, given, weights=weights, overrides=overrides)
 
 
 def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:

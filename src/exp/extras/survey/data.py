@@ -1,4 +1,4 @@
-"""python -m exp.data [flags] [overrides]: shows figures, leaks and pictures of the data. Trains nothing."""
+"""python -m exp.data [flags] [overrides]: shows statistics and leaks of the data. Trains nothing."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _build(resolved: Resolved) -> Data:
 
 
 def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:
-    """Write data.md, data.json and pictures to a new directory.
+    """Write data.md and data.json to a new directory.
 
     Returns:
         The directory: outputs/<name>/data/<date>/<time>, or the value of hydra.run.dir.
@@ -117,10 +117,8 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
     from exp.config.freeze import make_exclusively
     from exp.config.frozen import COMPOSITION
     from exp.extras.survey.read_once import origin
-    from exp.extras.survey.survey_pictures import sheets
     from exp.extras.survey.survey_text import findings, markdown
     from exp.files import write_atomic
-    from exp.hooks.panels import png
 
     lines = findings(
         found, origin=lambda stage, index: origin(data.part(stage), index), notes=data.notes, rounded=data.rounded
@@ -136,7 +134,6 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
         "leaks": [one for one in repeats if one["part"] != one["within"]],
         "repeated": [one for one in repeats if one["part"] == one["within"]],
     }
-    drawn = dict(sheets(data, found))
     wanted = Path(resolved.config[COMPOSITION].directory)
     if RUN.fullmatch("/".join(wanted.parts[-2:])):
         wanted = wanted.parents[1].joinpath("data", *wanted.parts[-2:])
@@ -144,8 +141,6 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
         directory = make_exclusively(wanted)
         write_atomic(directory / "data.md", markdown(found, command=command, findings=lines))
         write_atomic(directory / "data.json", json.dumps(content, indent=2, allow_nan=False, default=str) + "\n")
-        for name, sheet in drawn.items():
-            write_atomic(directory / f"{name}.png", png(sheet))
     except OSError as error:
         elsewhere = "or choose another place with hydra.run.dir=outputs/elsewhere"
         raise RunError(

@@ -22,15 +22,11 @@ from exp.extras.survey.read_once import entries_of, read_once
 from exp.extras.survey.tallies import Numbers, combine, moments, statistics
 from exp.shared_types import Stage, dtype_name
 
-CHANNELS = (1, 3, 4)
-# Smallest height and width of a picture that is recognized only by its shape.
-LEAST_SIDE = 8
+CHANNELS = (3, 4)
 # Largest number of unnamed columns with one row each. More columns, such as the samples of a sound, have one row.
 MOST_COLUMNS = 256
 # Largest number of different whole numbers of an input that count as classes.
 FEW = 20
-# Largest number of drawn samples per split.
-PICTURES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,33 +89,16 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class Shown:
-    """Drawn samples of a split.
-
-    Attributes:
-        indices: Indices of the samples in `pictures` and `labels`.
-        pictures: Pictures `[N, C, H, W]` or `[N, H, W]`, by name.
-        labels: Targets `[N, ...]`, by name.
-    """
-
-    indices: list[int] = field(default_factory=list)
-    pictures: dict[str, Tensor] = field(default_factory=dict)
-    labels: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
 class Survey:
     """Survey of all splits, with the samples that occur more than once.
 
     Attributes:
         parts: Splits by stage.
-        shown: Drawn samples by stage.
         repeats: Pairs of indices of equal samples. The key is the split of the first index and the split of the second
             index.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
-    shown: dict[Stage, Shown] = field(default_factory=dict)
     repeats: dict[tuple[Stage, Stage], list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -139,7 +118,7 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
     known: dict[Stage, dict[bytes, int]] = {}
     with preserve_generators():
         for stage in data.stages:
-            found.parts[stage], found.shown[stage], hashes = _read(data, stage, count=count, targets=targets)
+            found.parts[stage], hashes = _read(data, stage, count=count, targets=targets)
             own = known.setdefault(stage, {})
             for index, one in enumerate(hashes):
                 if one is not None:
@@ -149,32 +128,25 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
     return found
 
 
-def _read(
-    data: Data, stage: Stage, *, count: int, targets: Sequence[str]
-) -> tuple[Part, Shown, Sequence[bytes | None]]:
-    """Return the survey of a split, the samples to draw, and the hash of each sample."""
+def _read(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> tuple[Part, Sequence[bytes | None]]:
+    """Return the survey of a split, and the hash of each sample."""
     dataset = data.part(stage)
     samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
-    places = torch.arange(PICTURES)
-    if not isinstance(dataset, IterableDataset):  # the first samples of class folders have one class
-        places = places * (min(samples or 0, count) - 1) // (PICTURES - 1)
-    wanted, names = set(places.tolist()), value_names(dataset)
+    names = value_names(dataset)
     try:
         batches = len(data.loader(stage))
     except TypeError:
         batches = None
-    part, shown = Part(samples=samples, batches=batches), Shown()
+    part = Part(samples=samples, batches=batches)
     entries: dict[str, _Entry] = {}
     hashes: list[bytes | None] = []
     for read in read_once(data, stage, count=count, targets=sorted(targets)):
         values = entries_of(read.data)
         part.batch = part.batch or {name: _describe(value) for name, value in values.items()}
         values |= data.in_own_units(stage, torch.arange(read.first, read.first + read.count))
-        kept = [place for place in range(read.count) if read.first + place in wanted]
         for name, value in values.items():
             entry = entries.setdefault(name, _Entry(name, names, is_target=name in targets))
-            entry.add(value, read.sizes.get(name), places=kept)
-        shown.indices += [read.first + place for place in kept]
+            entry.add(value, read.sizes.get(name))
         part.looked_at += read.count
         hashes += read.hashes
     part.incomparable = hashes.count(None)
@@ -182,8 +154,8 @@ def _read(
         part.samples, drop_last = part.looked_at, data.drop_last and stage == "train"
         part.batches = batch_count(part.looked_at, data.batch_size, drop_last=drop_last)
     for name, entry in entries.items():
-        entry.close(name, part, shown)
-    return part, shown, hashes
+        entry.close(name, part)
+    return part, hashes
 
 
 class _Entry:
@@ -191,20 +163,18 @@ class _Entry:
 
     def __init__(self, name: str, names: ValueNames, *, is_target: bool) -> None:
         self._columns, self._class_names = list(names.columns.get(name, ())), names.classes.get(name, ())
-        self._is_target, self._is_scalar, self._is_picture = is_target, True, False
+        self._is_target, self._is_scalar = is_target, True
         # Moments by column names. An entry with changing widths has no statistics.
         self._moments: dict[tuple[str, ...], np.ndarray] = {}
         self._counts: Counter[int] = Counter()
         self._lengths: list[int] = []
-        self._kept: list[Tensor] = []
 
-    def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None, *, places: Sequence[int]) -> None:
+    def add(self, value: object, sizes: Sequence[tuple[int, ...]] | None) -> None:
         """Add the value of a batch to the statistics.
 
         Args:
             value: The value.
             sizes: Shapes of the samples before padding; None without padding.
-            places: Positions in the batch of the samples that are drawn.
         """
         if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
             self._lengths += [len(one) for one in value]
@@ -212,11 +182,8 @@ class _Entry:
             return
         value = value.to_dense()
         value = value.abs() if value.is_complex() else value
-        self._is_picture = sizes is None and not self._is_target and _is_picture(value, self._columns)
-        if places and (self._is_picture or self._is_target):
-            self._kept.append(value[list(places)])
         columns, names = self._by_column(value) if sizes is None else (self._without_padding(value, sizes), ("",))
-        if is_whole(value) and not self._is_picture:
+        if is_whole(value) and (self._is_target or value.dim() < 3):
             self._is_scalar &= value.dim() == 1
             labels, counts = columns.unique(return_counts=True)
             self._counts.update(dict(zip(labels.tolist(), counts.tolist(), strict=True)))
@@ -224,8 +191,8 @@ class _Entry:
         found = moments(columns)
         self._moments[names] = combine(self._moments[names], found) if names in self._moments else found
 
-    def close(self, name: str, part: Part, shown: Shown) -> None:
-        """Store the statistics and the drawn samples in `part` and `shown` under a name."""
+    def close(self, name: str, part: Part) -> None:
+        """Store the statistics in `part` under a name."""
         if self._lengths:
             (part.lengths[name],) = statistics(moments(torch.tensor(self._lengths)[:, None]), [""])
         counts = dict(sorted(self._counts.items()))
@@ -237,8 +204,6 @@ class _Entry:
         elif len(self._moments) == 1:
             ((names, found),) = self._moments.items()
             part.numbers[name] = statistics(found, names)
-        if len({one.shape[1:] for one in self._kept}) == 1:
-            (shown.pictures if self._is_picture else shown.labels)[name] = torch.cat(self._kept)
 
     def _without_padding(self, value: Tensor, sizes: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the values without padding, `[K, 1]`, and collect the lengths of the sequences."""
@@ -258,18 +223,10 @@ class _Entry:
             self._lengths += [width] * len(value)
         elif value.dim() == 2 and 1 < width <= MOST_COLUMNS:
             return value, tuple(map(str, range(width)))
-        if value.dim() >= 4 and value.shape[1] in CHANNELS[1:]:
+        if value.dim() >= 4 and value.shape[1] in CHANNELS:
             channels = value.shape[1]
             return value.movedim(1, -1).reshape(-1, channels), tuple(f"channel {place}" for place in range(channels))
         return value.reshape(-1, 1), ("",)
-
-
-def _is_picture(value: Tensor, columns: Sequence[str]) -> bool:
-    """Return whether a batch has the shape of pictures, `[B, C, H, W]` or `[B, H, W]`."""
-    if value.dim() == 4:
-        return value.shape[1] in CHANNELS and min(value.shape[2:]) > 1 and value.dtype != torch.bool
-    has_numbers = value.dtype == torch.uint8 or value.is_floating_point()
-    return value.dim() == 3 and not columns and has_numbers and min(value.shape[1:]) >= LEAST_SIDE
 
 
 def _describe(value: object) -> Value:

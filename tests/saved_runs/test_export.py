@@ -104,19 +104,6 @@ def test_inputs_and_outputs_have_names_and_variable_lengths(trained):
         assert count.tolist() == [length] * size
 
 
-def test_a_torch_export_graph_takes_any_batch(trained):
-    run = trained("model=program", "objective=[]", "+objective.class.output=output_0",
-                  "+objective.class._target_=exp.objectives.objective.Term",
-                  "+objective.class.loss._target_=exp.objectives.terms.CrossEntropy")  # fmt: skip
-    export(run, format="torch_export", output="net.pt2")
-    module = torch.export.load("net.pt2").module()
-    for size in (1, 7, 64):
-        x = batch_of(run, size)
-        found = module(input=x)
-        assert list(found) == ["output_0", "output_1"]
-        torch.testing.assert_close(tuple(found.values()), outputs_of(run, x))
-
-
 def test_metadata_names_columns_and_classes(trained):
     Path("pets.csv").write_text("a,b,kind\n" + "1.5,2,cat\n2.5,7,dog\n" * 30)
     run = trained("data=csv", "data.dataset.path=pets.csv", "data.dataset.target=kind", "model=mlp")
@@ -178,18 +165,16 @@ def test_files_of_the_run_are_not_overwritten(digits_directory, capsys, tmp_path
     files = {path: path.read_bytes() for path in digits_directory.rglob("*") if path.is_file()}
     copied = shutil.copy(digits_directory / "checkpoints" / "best.ckpt", tmp_path / "copied.ckpt")
     assert {"best.ckpt", "config.yaml", "report.json"} <= {path.name for path in files}
-    for format in ("onnx", "torch_export"):
-        for path in (*files, digits_directory / "checkpoints" / "new"):
-            assert main([f"run={digits_directory}", f"format={format}", f"output={path}"]) == 2
-            assert f"output: {path}, " in capsys.readouterr().err
+    for path in (*files, digits_directory / "checkpoints" / "new"):
+        assert main([f"run={digits_directory}", f"output={path}"]) == 2
+        assert f"output: {path}, " in capsys.readouterr().err
     for words in ([f"run={copied}"], [f"run={digits_directory}", f"weights={copied}"]):
         assert main([*words, f"output={copied}"]) == 2
         assert "which has the weights" in capsys.readouterr().err
     assert files == {path: path.read_bytes() for path in digits_directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("words", ["format=onnx", pytest.param("format=torch_export", marks=pytest.mark.slow)])
-def test_a_full_disk_keeps_the_older_file(words, digits_directory, capsys):
+def test_a_full_disk_keeps_the_older_file(digits_directory, capsys):
     output = Path("network.bin")
     output.write_bytes(b"older")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,7 +182,7 @@ def test_a_full_disk_keeps_the_older_file(words, digits_directory, capsys):
     # The limit simulates a full disk: write() writes the first part, then fails.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        assert main([f"run={digits_directory}", words, f"output={output}"]) == 1
+        assert main([f"run={digits_directory}", f"output={output}"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)

@@ -1,24 +1,20 @@
-"""python -m exp.export run=DIR format=onnx [weights=best] [output=FILE]: write a saved network for other programs."""
+"""python -m exp.export run=DIR [weights=best] [output=FILE]: write a saved network as an ONNX file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from exp.output import announce_torch_import, command, survive_output_errors
 
-HELP = """Export the network of a saved run, and compare the file with the network.
+HELP = """Export the network of a saved run as an ONNX file, and compare the file with the network.
 
   python -m exp.export run=outputs/train/2026-01-31/12-00-00
-  python -m exp.export run=DIR format=torch_export weights=last output=network.pt2
+  python -m exp.export run=DIR weights=last output=network.onnx
 
   run=DIR              a run directory, the directory of a sweep's job, or a checkpoint
-  format=WORD          onnx (default) or torch_export
   weights=WORD         best, last, or the path of a checkpoint; default: the best, else the last
-  output=FILE          default: network.onnx or network.pt2 in exports/ of the run
+  output=FILE          default: network.onnx in exports/ of the run
   security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust"""
-
-FORMATS = ("onnx", "torch_export")
 
 
 @command(help=HELP)
@@ -32,16 +28,15 @@ def main(argv: Sequence[str]) -> int:
     from exp.cli.train import refuse_ranks
 
     refuse_ranks("exp.export")
-    keys: dict[str, str | tuple[str, ...]] = {"run": RUN, "format": FORMATS, "output": "a file", "weights": WEIGHTS}
+    keys = {"run": RUN, "output": "a file", "weights": WEIGHTS}
     arguments = read_arguments(argv, keys=keys, takes_overrides=False)
     values = arguments.values
     # Errors of the command are reported before torch is imported.
     with announce_torch_import():
-        from exp.extras.export.network_export import Format, export
+        from exp.extras.export.network_export import export
         from exp.saved_runs.saved_run import load
 
     with survive_output_errors():
         run = load(str(values["run"]), allow=arguments.allow)
-        format = cast(Format, values["format"] or "onnx")
-        print(export(run, format=format, output=values["output"], weights=values["weights"]))
+        print(export(run, output=values["output"], weights=values["weights"]))
     return 0

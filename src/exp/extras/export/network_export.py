@@ -1,30 +1,27 @@
-"""Exports the network of a saved run to a file for other programs, and compares the file with the network.
+"""Exports the network of a saved run as an ONNX file, and compares the file with the network.
 
-    exported = export(exp.load(DIR), format="onnx", output=Path("network.onnx"))
+    exported = export(exp.load(DIR), output=Path("network.onnx"))
 
 The comparison uses samples of the run's data in batches of 1, 7 and 64. If the outputs differ, no file is written.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 
 from exp.data.data import Data
 from exp.data.entries import inputs_in
 from exp.data.randomness import preserve_generators
 from exp.data.value_names import value_names
-from exp.errors import COMMAND_LINE, RunError, config_error, shorten
-from exp.extras.export.graph_capture import capture, dimensions_of, quiet
+from exp.errors import COMMAND_LINE, RunError, config_error
+from exp.extras.export.graph_capture import capture, dimensions_of
 from exp.extras.export.named_network import NamedNetwork, named_network
 from exp.extras.export.onnx_file import Description, OnnxModel, arrays, onnx_bytes, require_package
 from exp.extras.export.served_tables import table_form
@@ -35,8 +32,7 @@ from exp.saved_runs.run_files import EXPORTS, RunFiles
 from exp.shared_types import Stage
 from exp.spelling import among
 
-Format = Literal["onnx", "torch_export"]
-ENDINGS: Mapping[Format, str] = {"onnx": "network.onnx", "torch_export": "network.pt2"}
+NAME = "network.onnx"
 SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # Splits in the order of preference. Validation and test are first, because they have no augmentation.
@@ -44,8 +40,6 @@ BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
 # Largest number of batches that are read. Their sequences may have different lengths.
 BATCHES = 4
 NOTE = "inputs are as the run's data gives them to the network: standardized, encoded and transformed"
-
-Runner = Callable[[Mapping[str, Tensor]], Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +70,12 @@ class Export:
         return "\n  ".join(lines)
 
 
-def export(
-    run: RunFiles,
-    *,
-    format: Format = "onnx",
-    output: str | Path | None = None,
-    weights: str | Path | None = None,
-) -> Export:
-    """Write the network of a run as a file that other programs read.
+def export(run: RunFiles, *, output: str | Path | None = None, weights: str | Path | None = None) -> Export:
+    """Write the network of a run as an ONNX file.
 
     Args:
         run: The run.
-        format: "onnx" for an ONNX file, or "torch_export" for a graph of torch.export.
-        output: Path of the file. None: network.onnx or network.pt2 in exports/ of the run directory.
+        output: Path of the file. None: network.onnx in exports/ of the run directory.
         weights: The checkpoint, as in RunFiles.network.
 
     Raises:
@@ -96,24 +83,18 @@ def export(
         ExportRefused: An operator is not supported.
         RunError: The outputs of the file differ from those of the network, or the file cannot be written.
     """
-    path = _output(run, format, output, weights=weights)
-    if format == "onnx":
-        for package in ("onnx", "onnxscript", "onnxruntime"):
-            require_package(package, feature="format=onnx")
+    path = _output(run, output, weights=weights)
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require_package(package, feature="exp.export")
     network = named_network(run, weights=weights)
     examples = _examples(run.data, network)
     dimensions = dimensions_of(network)
     program = capture(network, _resize(examples[-1], 3), dimensions)
-    if format == "onnx":
-        with torch.no_grad():
-            outputs = tuple(network(**examples[0]))
-        description = _description(run, network, outputs=outputs, weights=weights)
-        content = onnx_bytes(network, program, dimensions=dimensions, outputs=outputs, description=description)
-        model = OnnxModel(content)
-        difference = compare(network, lambda inputs: model(arrays(inputs)), examples, named="ONNX Runtime")
-    else:
-        content = _program_bytes(program)
-        difference = compare(network, _program_runner(content), examples, named="the graph of torch.export")
+    with torch.no_grad():
+        outputs = tuple(network(**examples[0]))
+    description = _description(run, network, outputs=outputs, weights=weights)
+    content = onnx_bytes(network, program, dimensions=dimensions, outputs=outputs, description=description)
+    difference = compare(network, OnnxModel(content), examples)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
@@ -176,14 +157,13 @@ def _resize(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
     return {name: one[torch.arange(size) % len(one)] for name, one in inputs.items()}
 
 
-def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, Tensor]], *, named: str) -> float:
-    """Return the largest absolute difference between the outputs of a file and those of the network.
+def compare(network: NamedNetwork, model: OnnxModel, examples: Sequence[Mapping[str, Tensor]]) -> float:
+    """Return the largest absolute difference between the outputs of an ONNX model and those of the network.
 
     Args:
         network: The network.
-        run: Function that runs the file on a batch of inputs.
+        model: The model.
         examples: Batches of inputs.
-        named: Name of the program that runs the file, for messages.
 
     Raises:
         RunError: An output differs by more than ABSOLUTE + RELATIVE * |value|, or the file cannot be run.
@@ -194,68 +174,42 @@ def compare(network: NamedNetwork, run: Runner, examples: Sequence[Mapping[str, 
             wanted = arrays(network(**inputs))
         size = len(next(iter(inputs.values())))
         try:
-            found = run(inputs)
-        except (RunError, RuntimeError) as error:
+            found = model(arrays(inputs))
+        except RunError as error:
             shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items())
-            reason = shorten(str(error), most=300)
-            raise RunError(f"{named} cannot run the file for {shapes}: {reason}. Nothing was written") from error
+            raise RunError(f"the exported graph cannot run for {shapes}: {error}. No file was written") from error
         for name, value in wanted.items():
             if found[name].shape != value.shape:
                 raise RunError(
-                    f"{named} returns {name} of shape {list(found[name].shape)} for a batch of {size}; expected "
-                    f"{list(value.shape)}, as from the network. Nothing was written"
+                    f"ONNX Runtime returns {name} of shape {list(found[name].shape)} for a batch of {size}; expected "
+                    f"{list(value.shape)}, as from the network. No file was written"
                 )
             apart = np.abs(found[name].astype(np.float64) - value.astype(np.float64))
             difference = float(np.nanmax(apart, initial=0.0))
             if not np.allclose(found[name], value, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True):
                 raise RunError(
-                    f"{named} returns other values than the network: {name} differs by {difference:.2e} for a batch "
-                    f"of {size}; expected at most {ABSOLUTE:g} + {RELATIVE:g} of the value. Nothing was written. A "
-                    "network that draws random numbers returns other outputs at each call"
+                    f"ONNX Runtime returns other values than the network: {name} differs by {difference:.2e} for a "
+                    f"batch of {size}; expected at most {ABSOLUTE:g} + {RELATIVE:g} of the value. No file was written. "
+                    "A network that draws random numbers returns other outputs at each call"
                 )
             largest = max(largest, difference)
     return largest
 
 
-def _program_bytes(program: ExportedProgram) -> bytes:
-    # Saved to memory, because torch's file writer ends the process if the disk is full.
-    content = io.BytesIO()
-    with quiet():
-        torch.export.save(program, content)
-    return content.getvalue()
-
-
-def _program_runner(content: bytes) -> Runner:
-    with quiet():
-        module = torch.export.load(io.BytesIO(content)).module()
-
-    def run(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        with torch.no_grad():
-            return arrays(module(**inputs))
-
-    return run
-
-
-def _output(run: RunFiles, format: Format, output: str | Path | None, *, weights: str | Path | None) -> Path:
+def _output(run: RunFiles, output: str | Path | None, *, weights: str | Path | None) -> Path:
     """Return the path of the file to write.
 
     Raises:
-        ConfigError: The output is a directory, a file of the run, or has the suffix of another format.
+        ConfigError: The output is a directory or a file of the run.
     """
-    name = ENDINGS[format]
     if output is None:
         if run.directory is None:
             got = f"null, and {run.checkpoint} is not in a run directory"
-            raise config_error("output", got=got, expected="a file", fix=f"Write output={name}", source=COMMAND_LINE)
-        return run.directory / EXPORTS / name
+            raise config_error("output", got=got, expected="a file", fix=f"Write output={NAME}", source=COMMAND_LINE)
+        return run.directory / EXPORTS / NAME
     path = Path(output)
     if path.is_dir():
-        fix = f"Write output={path / name}"
+        fix = f"Write output={path / NAME}"
         raise config_error("output", got=f"{path}, a directory", expected="a file", fix=fix, source=COMMAND_LINE)
     run.refuse_own_file(path, weights=weights)
-    for other in get_args(Format):
-        if other != format and path.suffix == Path(ENDINGS[other]).suffix:
-            got = f"{path}, whose suffix is that of format={other}, with format={format}"
-            fix = f"Write output={path.with_suffix(Path(name).suffix)}, or format={other}"
-            raise config_error("output", got=got, expected="a file", fix=fix, source=COMMAND_LINE)
     return path

@@ -145,11 +145,12 @@ def onnx_bytes(
         ExportRefused: ONNX does not support an operator.
         RunError: onnx.checker rejects the file, or it is larger than 2 GiB.
     """
-    onnx = require_package("onnx", feature="format=onnx")
+    onnx = require_package("onnx", feature="exp.export")
     size = sum(one.numel() * one.element_size() for one in network.state_dict().values())
     if size > MOST_BYTES:
         raise RunError(
-            f"the weights have {size:,} bytes; expected at most {MOST_BYTES:,} in an ONNX file. Choose another format"
+            f"the weights have {size:,} bytes; expected at most {MOST_BYTES:,} in an ONNX file. For larger networks use "
+            "torch.export.save"
         )
     with quiet(), torch.no_grad():
         try:

@@ -85,7 +85,7 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
 
     run = load(str(values["run"]), allow=arguments.allow)
     with tempfile.TemporaryDirectory() as place:
-        yield export(run, format="onnx", output=Path(place) / "network.onnx", weights=values["weights"]).path
+        yield export(run, output=Path(place) / "network.onnx", weights=values["weights"]).path
 
 
 def _check_words(values: Mapping[str, str | None]) -> None:

@@ -70,7 +70,7 @@ WRONG = [
     ("phases", "{one: {optimizer: {_target_: torch.optim.AdamW, lr: fast}}}"),
     ("metrics", "{accuracy: {_target_: exp.objectives.metrics.Accuracy, outputs: logits}}"),
     ("objective", "{mse: {_target_: torch.nn.MSELoss, reduktion: mean}}"),
-    ("strategy", "{_target_: exp.strategies.ddp.DDP, bucket_cap_mb: 0}"),
+    ("strategy", "{_target_: exp.strategies.ddp.DDP, bucket_cap_mb: large}"),
     ("train", "{precison: {word: bf16}}"),
     ("train", "{trainer: {max_epoch: 3}}"),
     ("train", "{trainer: {_target_: lightning.pytorch.Trainer, devices: 2}}"),
@@ -99,21 +99,18 @@ def test_a_right_yaml_is_valid(name, text, validators):
     assert [error.message for error in validators[name].iter_errors(yaml.safe_load(text))] == []
 
 
-def test_annotations_become_bounds_words_and_containers():
-    whole = {
-        "definitions": {"interpolation": {"pattern": r"\$\{", "type": "string"}, "node": {"required": ["_target_"]}}
-    }
+def test_annotations_become_types_and_words():
+    whole = {"definitions": {"interpolation": {"pattern": r"\$\{", "type": "string"}}}
 
     def takes(annotation, value):
         return jsonschema.Draft7Validator({**whole, **annotation_schema(annotation)}).is_valid(value)
 
     scaler = SCHEMA["precision"]["scaler"]
-    assert [takes(scaler["backoff_factor"], value) for value in (0, 0.5, 1, 1.5, "x")] == [True] * 3 + [False] * 2
-    assert [takes(scaler["growth_factor"], value) for value in (1, 1.01)] == [False, True]
-    assert [takes(VALUES["data.input_mean"], value) for value in ([0.5], [], None, ["a"])] == [True, False, True, False]
+    assert [takes(scaler["backoff_factor"], value) for value in (0.5, 1, "x")] == [True, True, False]
+    assert [takes(VALUES["data.input_mean"], value) for value in ([0.5], None, "a")] == [True, True, False]
     assert [takes(SCHEMA["launch"]["devices"], value) for value in ("auto", 2, [0, 2], "two")] == [True] * 3 + [False]
     assert takes(tuple[int, float], [1, 0.5])
-    assert not takes(tuple[int, float], [1])
+    assert not takes(tuple[int, float], 1)
     assert takes(Unfreezing, {"10": ["a"]})
 
 

@@ -149,8 +149,8 @@ def onnx_bytes(
     size = sum(one.numel() * one.element_size() for one in network.state_dict().values())
     if size > MOST_BYTES:
         raise RunError(
-            f"the weights have {size:,} bytes; expected at most {MOST_BYTES:,} in an ONNX file. For larger networks use "
-            "torch.export.save"
+            f"the weights have {size:,} bytes; expected at most {MOST_BYTES:,} in an ONNX file. torch.export.save can "
+            "save larger networks"
         )
     with quiet(), torch.no_grad():
         try:

@@ -225,7 +225,7 @@ def best_of(best: Record | None) -> dict[str, Any]:
 
 def _peak_memory_mib() -> float:
     # Imported late, because this module imports torch, which reading reports does not need.
-    from exp.hooks.memory_peaks import MIB, peak_of_run
+    from exp.hooks.memory_use import MIB, peak_of_run
 
     return peak_of_run().so_far() / MIB
 
@@ -233,7 +233,7 @@ def _peak_memory_mib() -> float:
 def forget_peak_memory() -> None:
     """Reset the peak memory of this process, so that the next report does not contain the peak of an earlier run."""
     # Imported late, because this module imports torch, which reading and writing reports does not need.
-    from exp.hooks.memory_peaks import HOST, peak_of_run
+    from exp.hooks.memory_use import HOST, peak_of_run
 
     for peak in {HOST, peak_of_run()}:
         peak.forget()
@@ -367,8 +367,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
         ongoing: The run.
         parts: Objects of the run. None: the run ended before they were built.
     """
-    from exp.hooks.out_of_memory import explain as explain_memory
-    from exp.hooks.out_of_memory import is_out_of_memory
+    from exp.hooks.memory_use import explain_out_of_memory, is_out_of_memory
 
     explained: ExpError
     error = _find_first_error(error)
@@ -382,7 +381,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     if is_exit:
         explained = UserCodeError.of(error, what="the run")
     elif is_out_of_memory(error):
-        explained = RunError(explain_memory(error, is_built=parts is not None))
+        explained = RunError(explain_out_of_memory(error, is_built=parts is not None))
     elif LOST_WORKER.search(message_of(error)):
         explained = RunError(
             f"{error} The worker reads data. The system kills it if the memory is full; otherwise its code ended "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from exp.hooks.activations import Activations, figures, merge_figures
+from exp.extras.debugging.activations import Activations, figures, merge_figures
 from exp.hooks.panels import Column, Histogram
 
 pytestmark = pytest.mark.numeric

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exp.check.plan import read_resolved
 from exp.construct import build_data, build_network, build_objective
 from exp.hooks.memory import Memory, mebibytes
-from exp.hooks.memory_peaks import HOST, AllocatedPeak, ResidentPeak
+from exp.hooks.memory_use import HOST, AllocatedPeak, ResidentPeak
 from exp.hooks.saved_tensors import storages
 from exp.nested import tensors_in
 
@@ -209,7 +209,7 @@ def peaks_of(step, hook=None, *, phases=("batch", "forward", "backward", "optimi
 
 
 def test_without_peak_counter_a_run_has_no_peaks(monkeypatch, caplog, step):
-    monkeypatch.setattr("exp.hooks.memory_peaks.SWITCH", "/proc/self/status/none")
+    monkeypatch.setattr("exp.hooks.memory_use.SWITCH", "/proc/self/status/none")
     peak = ResidentPeak()
     peak.forget()
     peak.restart()

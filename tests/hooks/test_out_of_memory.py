@@ -1,8 +1,7 @@
-"""A run that is out of memory: error, written file, and advice."""
+"""A run that is out of memory: its error, the table in its log, and the advice."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from exp.cli.train import main
 from exp.hooks.memory_snapshot import advice
-from exp.hooks.out_of_memory import asked_for, is_out_of_memory
+from exp.hooks.memory_use import asked_for, is_out_of_memory
 from exp.hooks.saved_tensors import failing_module
 from exp.run_report import read_report
 
@@ -48,6 +47,17 @@ def greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+def mib(*sizes: int) -> list[str]:
+    """Return sizes in bytes as cells of the table."""
+    return [f"{size / MIB:,.2f}" for size in sizes]
+
+
+def table_of(run: str) -> dict[str, list[str]]:
+    """Return the cells of the table in the log of a run, by module."""
+    table = Path(run, "train.log").read_text().partition("MiB, by module")[2].partition("\n\n")[0]
+    return {name: cells for name, *cells in map(str.split, table.splitlines()[1:]) if len(cells) == 4}
+
+
 def layer(at_call: int) -> str:
     """Return the override that replaces the activation after the second hidden layer."""
     return f"+model.layers.activation2={{_target_: greedy.Greedy, at_call: {at_call}}}"
@@ -67,27 +77,17 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
     for words in (
         "in activation2",
         "smaller data.batch_size",
-        "run/memory/out_of_memory.rank0.json",
         "DefaultCPUAlloc",
     ):
         assert words in report.error["message"]
 
-    found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
-    assert (found["step"], found["rank"], found["device"], found["measured_at_step"]) == (1, 0, "cpu", 1)
-    assert (found["module"], found["requested_bytes"]) == ("activation2", 2**50)
-    # The network is 64-256-128-10 with GELU, which keeps its input. It fails at its second activation.
-    weights = {"hidden": 4 * 256 * 65, "hidden2": 4 * 128 * 257, "head": 4 * 10 * 129}
-    parameters = {name: row["parameters"] for name, row in found["modules"].items() if row["parameters"]}
-    assert parameters == weights
-    assert found["parts"] == {
-        "parameters": sum(weights.values()),
-        "gradients": 0,
-        "optimizer": 0,
-        "activations": 4 * 32 * (64 + 256 + 256),
-    }
-    kept = {name: row["activations"] for name, row in found["modules"].items() if row["activations"]}
-    assert kept == {"hidden": 4 * 32 * 64, "activation": 4 * 32 * 256, "hidden2": 4 * 32 * 256}
-
+    # 64-256-128-10 with GELU, which keeps its input. Nothing after the third layer was computed.
+    rows = table_of("run")
+    assert rows["hidden"] == mib(4 * 256 * 65, 0, 0, 4 * 32 * 64)
+    assert rows["activation"] == mib(0, 0, 0, 4 * 32 * 256)
+    assert rows["hidden2"] == mib(4 * 128 * 257, 0, 0, 4 * 32 * 256)
+    assert rows["head"] == mib(4 * 10 * 129, 0, 0, 0)
+    assert rows["all"] == mib(4 * (256 * 65 + 128 * 257 + 10 * 129), 0, 0, 4 * 32 * (64 + 256 + 256))
     log = Path("run/train.log").read_text()
     assert "MiB, by module  parameters  gradients  optimizer  activations" in log
     assert 'greedy.py", line' in log, "the place of the request"
@@ -96,15 +96,12 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
 @pytest.mark.usefixtures("greedy")
 def test_a_later_step_reports_the_last_measured_one():
     assert main([*RUN, HERE, "hooks=[memory]", "hooks.memory.every_n_steps=50", layer(3)]) == 1
-    found = json.loads(Path("run/memory/out_of_memory.rank0.json").read_text())
-    assert (found["step"], found["measured_at_step"]) == (3, 1)
-    # The measured step has a whole forward, with scores and classes in the objective.
-    assert found["modules"]["activation2"]["activations"] == 4 * 32 * 128
-    assert found["modules"]["(objective)"]["activations"] >= 4 * 32 * 10
-    parameters = found["parts"]["parameters"]
-    assert found["parts"]["optimizer"] == 2 * parameters + 4 * 6
-    # Two moments. The step counters of all parameters may be one storage.
-    assert found["modules"]["hidden2"]["optimizer"] >= 2 * found["modules"]["hidden2"]["parameters"]
+    rows = table_of("run")
+    # A whole forward, with the scores and classes of the objective.
+    assert rows["activation2"] == mib(0, 0, 0, 4 * 32 * 128)
+    assert "(objective)" in rows
+    # Two moments of AdamW.
+    assert rows["hidden2"] == mib(4 * 128 * 257, 0, 8 * 128 * 257, 4 * 32 * 256)
 
 
 @pytest.mark.usefixtures("greedy")
@@ -121,7 +118,6 @@ def test_without_the_hook_the_error_names_it(capsys):
 def test_each_rank_reports_for_itself(ranks):
     with pytest.raises(AssertionError, match="out of memory on cpu in step 1, in activation2"):
         ranks.train(*RUN, "hooks=[memory]", layer(1), "strategy=ddp", "launch.devices=2", ranks=2)
-    assert len(list(Path().glob("*/memory/out_of_memory.rank*.json"))) >= 1
 
 
 def test_errors_of_memory_are_recognized():

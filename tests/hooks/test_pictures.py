@@ -11,10 +11,9 @@ from torch import nn
 import exp
 from exp.data.digits import Digits
 from exp.errors import RunError
-from exp.extras.evaluation.samples import Samples
+from exp.extras.evaluation.samples import Caption, Samples, draw_captioned, pictures, to_rgb
 from exp.extras.research.features import Features
-from exp.hooks.figures import INK, RIGHT, WRONG, Caption, draw_captioned
-from exp.hooks.panels import pictures, to_rgb
+from exp.hooks.figures import INK, RIGHT, WRONG
 
 
 def alone(tensor):

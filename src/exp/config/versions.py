@@ -55,7 +55,7 @@ REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
 GALLERY = "exp.extras.gallery"
 MOVED: Mapping[str, str] = {
     **{f"exp.hooks.{name}": f"exp.extras.{folder}.{name}" for folder, names in {
-        "debugging": ("dtypes", "nan_guard", "operators", "profile"),
+        "debugging": ("activations", "dtypes", "nan_guard", "operators", "profile"),
         "evaluation": ("confusion", "pr_curve", "samples"),
         "research": ("clip_module", "features", "gradient_reversal", "gradient_transform", "per_sample_gradients",
                      "retain_gradients", "scale_gradient"),
@@ -103,15 +103,8 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
         "tv_tensors": Removed([None]),
     },
     "exp.data.delimited.Csv": {"packed": Removed()},
-    "exp.data.images.Images": {"background": Removed(["white"])},
-    "exp.data.samplers.BalancedSampler": {"replacement": Removed([True])},
-    "exp.data.samplers.WeightedSampler": {"replacement": Removed([True])},
-    "exp.data.shards.Shards": {
-        "background": Removed(["white"]),
-        "count": Removed([False], is_written=True),
-        "index": Removed([False], is_written=True),
-        "parts_seed": Removed(),
-    },
+    "exp.data.shards.Shards": {"index": Removed([False], is_written=True)},
+    "exp.extras.debugging.activations.Activations": {"unit_axis": Removed()},
     "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},
     "exp.extras.debugging.nan_guard.NanGuard": {"steps_in_flight": Removed()},
     "exp.extras.debugging.operators.Operators": {"every_n_steps": Removed()},
@@ -130,7 +123,6 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.extras.research.features.Features": {"columns": Removed()},
     "exp.extras.research.gradient_reversal.GradientReversal": {"steepness": Removed([10.0])},
     "exp.extras.research.retain_gradients.RetainGradients": {"histogram": Removed()},
-    "exp.hooks.activations.Activations": {"unit_axis": Removed()},
     "exp.hooks.gradients.Gradients": {"shares_every_n_steps": Removed()},
     "exp.hooks.memory.Memory": {"record_history": Removed()},
     "exp.objectives.consistency.Consistency": {"probabilities": Removed([True])},

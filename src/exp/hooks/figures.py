@@ -1,11 +1,10 @@
-"""Functions that draw figures on the host: pictures with captions, heat maps, curves."""
+"""Functions that draw figures on the host: heat maps and curves."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -63,52 +62,6 @@ def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
 def widest(texts: Sequence[str]) -> int:
     """Return the width of the widest text in pixels."""
     return int(max(map(font_of(TEXT_SIZE).getlength, texts), default=0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Caption:
-    """Text lines below a picture.
-
-    Attributes:
-        lines: The lines.
-        right: Whether the network's prediction is right; None if unknown. Default: None.
-    """
-
-    lines: Sequence[str]
-    right: bool | None = None
-
-
-def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
-    """Draw pictures in a grid, with a frame and a caption for each picture.
-
-    The frame is blue if the network's prediction is right, and orange if it is wrong.
-
-    Args:
-        pictures: uint8 `[N, H, W, 3]`. Small pictures are enlarged by an integer factor.
-        captions: N captions.
-        title: Text above the grid.
-        columns: Number of pictures per row.
-
-    Returns:
-        Picture, uint8 `[H', W', 3]`.
-    """
-    factor = max(1, 64 // max(pictures.shape[1:3]))
-    pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
-    count, height, width, _ = pictures.shape
-    columns = min(columns, count)
-    wide = max(width, widest([line for caption in captions for line in caption.lines])) + 2 * MARGIN
-    high = height + 2 * MARGIN + max(len(caption.lines) for caption in captions) * LINE
-    top = TEXT_SIZE + 2 * MARGIN
-    sheet, pen, font = blank(columns * wide, top + -(-count // columns) * high, title)
-    for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-        x, y = place % columns * wide, top + place // columns * high
-        colour = INK if caption.right is None else RIGHT if caption.right else WRONG
-        left = x + (wide - width) // 2
-        pen.rectangle((left - 3, y - 3, left + width + 2, y + height + 2), outline=colour, width=2)
-        sheet.paste(Image.fromarray(picture), (left, y))
-        for number, line in enumerate(caption.lines):
-            pen.text((left - 3, y + height + 4 + number * LINE), line, fill=colour, font=font)
-    return np.array(sheet)
 
 
 # Healthy numbers are gray, darker for larger numbers. Other numbers have saturated colors.

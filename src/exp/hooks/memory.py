@@ -1,4 +1,4 @@
-"""Hook `memory`, which logs the memory used in a step on each rank, and writes a report if memory runs out."""
+"""Hook `memory`, which logs the memory use of a step, and reports what filled the memory if it runs out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from exp.hooks.hook import Boundary, Hook, Period, Values
-from exp.hooks.memory_peaks import HOST, MIB, Peak, peak_of
 from exp.hooks.memory_snapshot import take
-from exp.hooks.out_of_memory import is_out_of_memory
+from exp.hooks.memory_use import HOST, MIB, Peak, is_out_of_memory, peak_of
 from exp.hooks.saved_tensors import Kept, SavedTensors, storages
 from exp.hooks.step import Step
 from exp.nested import tensors_in
@@ -47,8 +46,7 @@ class Memory(Hook):
     The values are those of rank 0. With `details` and several ranks, each tag also has `/min`, `/mean` and `/max` over
     the ranks.
 
-    If memory runs out, a file is written to the run directory, a table to the log, and a suggestion is added to the
-    error.
+    If memory runs out, a table is written to the log, and a suggestion is added to the error.
 
     Args:
         every_n_steps: Steps between two records. `auto` depends on the length of the run. A measured forward of a tiny
@@ -69,7 +67,6 @@ class Memory(Hook):
         self._has_forward = False
         self._gradients = 0.0
         self._kept = Kept()
-        self._measured_at: int | None = None
         # Tags that have a value on at least one of several ranks.
         self._tags: set[str] | None = None
 
@@ -78,7 +75,7 @@ class Memory(Hook):
 
     def teardown(self) -> None:
         self._network = None
-        self._kept, self._measured_at = Kept(), None
+        self._kept = Kept()
 
     # --- a measured step ---
 
@@ -97,7 +94,6 @@ class Memory(Hook):
             self._peaks[tag] = max(self._peaks.get(tag, 0), found)
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
-        self._measured_at = step.index
         return SavedTensors(step.network, step.data, self._keep)
 
     def after_backward(self, step: Step) -> Values:
@@ -161,12 +157,9 @@ class Memory(Hook):
     def on_error(self, error: BaseException, step: Step | None) -> None:
         if self._network is None or not is_out_of_memory(error):
             return
-        kept, at = self._kept, self._measured_at
-        snapshot = take(error, step, network=self._network, kept=kept, measured_at=at)
-        where = "" if self.directory is None else snapshot.write(self.directory / self.name)
-        log.error("%s\n\n%s", snapshot.headline(), snapshot.table())
-        note = f"{snapshot.headline()}. Try {snapshot.suggestion}"
-        error.add_note(f"{note}\nWhat filled the memory is in {where}" if where else note)
+        message, table = take(error, step, network=self._network, kept=self._kept)
+        log.error("%s\n\n%s", message, table)
+        error.add_note(message)
 
 
 def mebibytes(tensors: Iterable[Tensor]) -> float:

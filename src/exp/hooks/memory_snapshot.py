@@ -1,26 +1,17 @@
-"""Report of a run that ran out of memory: a file, a table in the log, and a suggestion."""
+"""Report of a run that ran out of memory: a message, and a table of what filled the memory."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from exp.files import write_atomic
-from exp.hooks.memory_peaks import MIB
-from exp.hooks.out_of_memory import asked_for
+from exp.hooks.memory_use import MIB, asked_for
 from exp.hooks.saved_tensors import Kept, address, dense_tensors, failing_module
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.strategies.process_group import global_rank
-
-log = logging.getLogger(__name__)
 
 ROWS = 10
 # Name of the objective's row. Module paths contain no brackets.
@@ -30,90 +21,37 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "activations"
 Rows = Mapping[str, Mapping[Part, int]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Memory use at the moment an allocation failed. The fields are the keys of the report's JSON file.
+def take(error: BaseException, step: Step | None, *, network: nn.Module, kept: Kept) -> tuple[str, str]:
+    """Return two texts about the current memory use: a message, and a table of modules.
 
-    Args:
-        step: Optimizer step, counted from 1; None outside of a step.
-        rank: Global rank.
-        device: Device of the network's input.
-        module: Path of the module whose forward failed; None if no forward failed.
-        error: Message of the allocator.
-        requested_bytes: Size of the failed allocation in bytes; None if the message does not state it.
-        parts: Bytes by part: parameters, gradients, optimizer, activations.
-        modules: Bytes by module and part, with the largest module first.
-        measured_at_step: Step in which the activations were last measured; None if they were not measured.
-        suggestion: Change that saves the most memory.
-    """
-
-    step: int | None
-    rank: int
-    device: str
-    module: str | None
-    error: str
-    requested_bytes: int | None
-    parts: Mapping[Part, int]
-    modules: Rows
-    measured_at_step: int | None
-    suggestion: str
-
-    def write(self, directory: Path) -> str:
-        """Write the JSON file, and return its path. If it cannot be written, log the error and return an empty text."""
-        path = directory / f"out_of_memory.rank{self.rank}.json"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            log.error("%s cannot be written: %s", path, error.strerror or error)
-            return ""
-        return str(path)
-
-    def headline(self) -> str:
-        """Return a line with the place and the size of the failed allocation."""
-        where = "" if self.step is None else f" in step {self.step}"
-        if self.module is not None:
-            where += f", in {self.module or 'the network itself'}"
-        asked = "" if self.requested_bytes is None else f": {_mib(self.requested_bytes)} more were asked for"
-        return f"out of memory on {self.device}{where}{asked}"
-
-    def table(self) -> str:
-        """Return a table of the modules that use the most memory, as fixed-width text."""
-        shown = [(name or "(network)", row) for name, row in [*self.modules.items()][:ROWS]]
-        rows = [["MiB, by module", *PARTS]]
-        rows += [[name, *(f"{row[part] / MIB:,.2f}" for part in PARTS)] for name, row in [*shown, ("all", self.parts)]]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-        )
-
-
-def take(
-    error: BaseException, step: Step | None, *, network: nn.Module, kept: Kept, measured_at: int | None
-) -> Snapshot:
-    """Return the snapshot of the current memory use.
+    The message has the place of the failed allocation, its size, and the change that saves the most memory.
 
     Args:
         error: Error of the allocator.
         step: Current step; None outside of a step.
         network: Network of the run.
         kept: Activations of the last measured forward.
-        measured_at: Step of this forward; None if no forward was measured.
     """
     modules = _by_module(network, () if step is None else step.optimizers, kept)
     parts = {part: sum(row[part] for row in modules.values()) for part in PARTS}
     module, asked = failing_module(error, network), asked_for(error)
-    return Snapshot(
-        step=None if step is None else step.index,
-        rank=global_rank(),
-        device="the host" if step is None else str(step.device),
-        module=module,
-        error=str(error),
-        requested_bytes=asked,
-        parts=parts,
-        modules=dict(sorted(modules.items(), key=lambda item: -sum(item[1].values()))),
-        measured_at_step=measured_at,
-        suggestion=advice(parts, failed=asked if module is not None and asked is not None else 0),
+    place = "the host" if step is None else f"{step.device} in step {step.index}"
+    if module is not None:
+        place += f", in {module or 'the network itself'}"
+    size = "" if asked is None else f": {_mib(asked)} more were asked for"
+    suggestion = advice(parts, failed=asked if module is not None and asked is not None else 0)
+    return f"out of memory on {place}{size}. Try {suggestion}", _table(modules, parts)
+
+
+def _table(modules: Rows, parts: Mapping[Part, int]) -> str:
+    """Return a table of the modules that use the most memory, as fixed-width text."""
+    largest = sorted(modules.items(), key=lambda item: -sum(item[1].values()))[:ROWS]
+    rows = [["MiB, by module", *PARTS]]
+    for name, row in [*((name or "(network)", row) for name, row in largest), ("all", parts)]:
+        rows.append([name, *(f"{row[part] / MIB:,.2f}" for part in PARTS)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
     )
 
 

@@ -288,30 +288,6 @@ def on_host(panels: Sequence[Panel]) -> list[Panel]:
     return [replace(panel, **change) for panel, change in zip(panels, changes, strict=True)]
 
 
-def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """Return values as pixels, uint8 `[N, C, H, W]`, without waiting for the device.
-
-    Args:
-        values: `[N, H, W]` or `[N, C, H, W]`. If mean or std is None, floats are scaled from black to white.
-        mean: Mean used to normalize pixels from 0 to 1: one number, or one per channel.
-        std: Standard deviation used to normalize the pixels.
-    """
-    values = values[:, None] if values.dim() == 3 else values
-    if values.dtype == torch.uint8 or mean is None or std is None:
-        return Image.of(values, stretched=values.dtype != torch.uint8).pixels
-    channels = values.shape[1]
-    restored = [values[:, channel] * std[channel % len(std)] + mean[channel % len(mean)] for channel in range(channels)]
-    return Image.of(torch.stack(restored, dim=1)).pixels
-
-
-def to_rgb(pixels: Tensor) -> np.ndarray:
-    """Return uint8 `[N, C, H, W]` as a NumPy array `[N, H, W, 3]`. Transparent pixels are shown on white."""
-    if pixels.shape[1] == 4:
-        opacity = pixels[:, 3:].float() / 255
-        pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
-    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
-
-
 def png(sheet: np.ndarray) -> bytes:
     """Return a picture as the bytes of a PNG file.
 

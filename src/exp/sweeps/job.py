@@ -39,7 +39,6 @@ MODULES = (
     "exp.data.digits",
     "exp.hooks.gradients",
     "exp.hooks.memory",
-    "exp.hooks.out_of_memory",
     "exp.hooks.throughput",
     "exp.objectives.metrics",
     "exp.report_pictures",

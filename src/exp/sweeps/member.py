@@ -54,7 +54,7 @@ from exp.engine.stopping import STATE as SECONDS
 from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import hold_lock
-from exp.hooks.memory_peaks import MIB, peak_of_run
+from exp.hooks.memory_use import MIB, peak_of_run
 from exp.hooks.panels import Panel
 from exp.launch.launcher import last_checkpoint
 from exp.loggers.heat_maps import HeatMaps

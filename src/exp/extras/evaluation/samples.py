@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import torch
 from annotated_types import Ge
+from PIL import Image as Pillow
 from torch import Tensor
 from torch.nn.functional import pad
 
 from exp.errors import ErrorDetails
 from exp.extras.evaluation.class_counts import stage_errors
+from exp.hooks.figures import INK, LINE, MARGIN, RIGHT, TEXT_SIZE, WRONG, blank, widest
 from exp.hooks.hook import Hook, Values
-from exp.hooks.panels import Image, Panel, pictures, to_rgb
+from exp.hooks.panels import Image, Panel
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 from exp.shared_types import STAGES, DataSpec, Stage
@@ -162,8 +164,6 @@ class Shown(Panel):
     names: Sequence[str] = ()
 
     def draw(self) -> Image:
-        from exp.hooks.figures import Caption, draw_captioned
-
         captions = [
             Caption(
                 lines=[
@@ -226,3 +226,73 @@ def _numbers(tensor: Tensor | None) -> Tensor | None:
     if flat.dtype == torch.bool:
         flat = flat.long()
     return flat if 1 <= flat.shape[1] <= NUMBERS else None
+
+
+def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
+    """Return values as pixels, uint8 `[N, C, H, W]`, without waiting for the device.
+
+    Args:
+        values: `[N, H, W]` or `[N, C, H, W]`. If mean or std is None, floats are scaled from black to white.
+        mean: Mean used to normalize pixels from 0 to 1: one number, or one per channel.
+        std: Standard deviation used to normalize the pixels.
+    """
+    values = values[:, None] if values.dim() == 3 else values
+    if values.dtype == torch.uint8 or mean is None or std is None:
+        return Image.of(values, stretched=values.dtype != torch.uint8).pixels
+    channels = values.shape[1]
+    restored = [values[:, channel] * std[channel % len(std)] + mean[channel % len(mean)] for channel in range(channels)]
+    return Image.of(torch.stack(restored, dim=1)).pixels
+
+
+def to_rgb(pixels: Tensor) -> np.ndarray:
+    """Return uint8 `[N, C, H, W]` as a NumPy array `[N, H, W, 3]`. Transparent pixels are shown on white."""
+    if pixels.shape[1] == 4:
+        opacity = pixels[:, 3:].float() / 255
+        pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
+    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caption:
+    """Text lines below a picture.
+
+    Attributes:
+        lines: The lines.
+        right: Whether the network's prediction is right; None if unknown. Default: None.
+    """
+
+    lines: Sequence[str]
+    right: bool | None = None
+
+
+def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
+    """Draw pictures in a grid, with a frame and a caption for each picture.
+
+    The frame is blue if the network's prediction is right, and orange if it is wrong.
+
+    Args:
+        pictures: uint8 `[N, H, W, 3]`. Small pictures are enlarged by an integer factor.
+        captions: N captions.
+        title: Text above the grid.
+        columns: Number of pictures per row.
+
+    Returns:
+        Picture, uint8 `[H', W', 3]`.
+    """
+    factor = max(1, 64 // max(pictures.shape[1:3]))
+    pictures = pictures.repeat(factor, axis=1).repeat(factor, axis=2)
+    count, height, width, _ = pictures.shape
+    columns = min(columns, count)
+    wide = max(width, widest([line for caption in captions for line in caption.lines])) + 2 * MARGIN
+    high = height + 2 * MARGIN + max(len(caption.lines) for caption in captions) * LINE
+    top = TEXT_SIZE + 2 * MARGIN
+    sheet, pen, font = blank(columns * wide, top + -(-count // columns) * high, title)
+    for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        x, y = place % columns * wide, top + place // columns * high
+        colour = INK if caption.right is None else RIGHT if caption.right else WRONG
+        left = x + (wide - width) // 2
+        pen.rectangle((left - 3, y - 3, left + width + 2, y + height + 2), outline=colour, width=2)
+        sheet.paste(Pillow.fromarray(picture), (left, y))
+        for number, line in enumerate(caption.lines):
+            pen.text((left - 3, y + height + 4 + number * LINE), line, fill=colour, font=font)
+    return np.array(sheet)

@@ -12,8 +12,7 @@ from annotated_types import Ge
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from exp.files import write_atomic
-from exp.hooks.memory_peaks import peak_of
-from exp.hooks.out_of_memory import is_out_of_memory
+from exp.hooks.memory_use import is_out_of_memory, peak_of
 from exp.shared_types import Batch
 
 SUMMARY = "trial.json"

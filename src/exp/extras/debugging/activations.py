@@ -1,4 +1,4 @@
-"""Hook `activations`, which logs statistics of the output of each layer."""
+"""The hook `activations`: statistics of the output of each layer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -13,11 +12,13 @@ import yaml
 import exp
 from exp.check.examination import plan
 from exp.check.resolution import resolve
-from exp.cli.plan import main
+from exp.cli.command_line import parse_arguments
+from exp.cli.plan import OPTIONS, Planner, main, read_words
 from exp.plan.device_peaks import listed_device
-from exp.plan.estimate import Estimator
-from exp.plan.fastest import Candidate, rank_candidates
+from exp.plan.estimate import Estimate, Estimator
+from exp.plan.fastest import Candidate, rank_candidates, search
 from exp.plan.layer_table import layer_rows, merge_repeated
+from exp.plan.savings import savings
 from exp.plan.step_time import step_time
 
 TEXT = ("data=text", "data.dataset.files=text.txt")
@@ -29,9 +30,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text("to be, or not to be, that is the question. " * 200)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    assert main(["format=json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
+def planner(*words: str) -> Planner:
+    own = [word for word in words if word.partition("=")[0] in OPTIONS]
+    return Planner(parse_arguments([word for word in words if word not in own]), read_words(own))
+
+
+def planned(*words: str) -> Estimate:
+    made = planner(*words)
+    return made.estimator(made.plan()).estimate()
 
 
 def estimator(*overrides: str) -> Estimator:
@@ -98,54 +104,62 @@ def test_a_step_bound_by_arithmetic_takes_flops_over_peak() -> None:
 
 
 @pytest.mark.slow
-def test_every_saving_saves_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_saving_saves_what_it_says() -> None:
     run = ("model=gpt", *TEXT, "strategy=ddp", "device=2xH100")
-    found = planned(capsys, *run)
-    total = found["ranks"][0]["total"]
-    assert {"precision=bf16", "strategy=fsdp"} <= {word for one in found["savings"] for word in one["overrides"]}
-    for one in found["savings"][:2]:
-        changed = [word.partition("=")[0] for word in one["overrides"]]
+    made = planner(*run)
+    estimate = made.estimator(made.plan()).estimate()
+    found = savings(estimate, made.plan(), made.other)
+    assert {"precision=bf16", "strategy=fsdp"} <= {word for one in found for word in one.overrides}
+    for one in found[:2]:
+        changed = [word.partition("=")[0] for word in one.overrides]
         kept = [word for word in run if word.partition("=")[0] not in changed]
-        less = planned(capsys, *kept, *one["overrides"], "savings=false")["ranks"][0]["total"]
-        assert total - less == one["saved"]
+        less = planned(*kept, *one.overrides).places[0].total
+        assert estimate.places[0].total - less == one.saved
 
 
-def test_a_run_of_a_cluster_is_planned_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, "model=mlp", "strategy=fsdp", "device=64xA100", "savings=false")
-    assert sum(len(place["ranks"]) for place in found["ranks"]) == 64
-    assert found["limit"] == 80 * 2**30
-    assert [one["over"] for one in found["transfers"]] == [64, 64, 64]
-    whole = 4 * found["parameters"]
-    assert found["transfers"][0]["sent"] == pytest.approx(whole * 63 / 64)
+def test_a_run_of_a_cluster_is_planned_on_a_laptop() -> None:
+    made = planner("model=mlp", "strategy=fsdp", "device=64xA100")
+    plan = made.plan()
+    found = made.estimator(plan).estimate()
+    assert sum(len(place.ranks) for place in found.places) == 64
+    assert made.limit(plan) == 80 * 2**30
+    transfers = found.footprint.transfers
+    assert [one.over for one in transfers] == [64, 64, 64]
+    whole = 4 * sum(one.count for one in found.figures.parameters.values())
+    assert transfers[0].sent == pytest.approx(whole * 63 / 64)
 
 
 @pytest.mark.slow
-def test_only_layers_in_parts_are_less_work(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("model=lenet", "device=8xA100", "savings=false", "data.batch_size=64")
-    alone = planned(capsys, *run[:1], "device=1xA100", *run[2:], "strategy=single")["time"]
-    cut = planned(capsys, *run, "strategy=tensor_parallel")["time"]
-    assert cut["overhead"] == pytest.approx(alone["overhead"])
-    rows = {row["path"]: row for row in planned(capsys, *run, "strategy=tensor_parallel")["layers"]}
-    parts = sum(rows[name]["flops"] for name in ("linear1", "linear2"))
-    whole = sum(row["flops"] for row in rows.values()) - parts
-    assert rows["conv2"]["flops"] > 0
-    assert cut["flops"] == pytest.approx(whole + parts / 8)
+def test_only_layers_in_parts_are_less_work() -> None:
+    run = ("model=lenet", "device=8xA100", "data.batch_size=64")
+    alone = planned(*run[:1], "device=1xA100", *run[2:], "strategy=single").time
+    cut = planned(*run, "strategy=tensor_parallel")
+    assert cut.time.overhead == pytest.approx(alone.overhead)
+    rows = {row.path: row for row in layer_rows(cut)}
+    parts = sum(rows[name].flops for name in ("linear1", "linear2"))
+    whole = sum(row.flops for row in rows.values()) - parts
+    assert rows["conv2"].flops > 0
+    assert cut.time.flops == pytest.approx(whole + parts / 8)
 
 
-def test_a_rank_of_a_pipeline_calls_its_own_operators(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("model=lenet", "savings=false", "data.batch_size=64")
-    alone = planned(capsys, *run, "device=1xA100", "strategy=single")["time"]
-    piped = planned(capsys, *run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8")["time"]
-    # A rank calls half of the operators for each of 8 micro-batches, and waits for the time of one micro-batch.
-    assert piped["overhead"] == pytest.approx(alone["overhead"] / 2 * 9)
-    assert piped["flops"] == pytest.approx(alone["flops"] / 2)
+def test_a_rank_of_a_pipeline_calls_its_own_operators() -> None:
+    run = ("model=lenet", "data.batch_size=64")
+    alone = planned(*run, "device=1xA100", "strategy=single").time
+    piped = planned(*run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8").time
+    # Half of the operators, eight times, and while one micro-batch fills the pipeline it waits.
+    assert piped.overhead == pytest.approx(alone.overhead / 2 * 9)
+    assert piped.flops == pytest.approx(alone.flops / 2)
 
 
 def test_a_small_network_is_not_faster_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, "model=lenet", "device=8xA100", "strategy=ddp", "search=true")
-    seconds = {one["overrides"][0]: one["seconds"] for one in found["fitting"] if "precision=fp32" in one["overrides"]}
+    run = ("model=lenet", "device=8xA100", "strategy=ddp")
+    made = planner(*run)
+    plan = made.plan()
+    found = search(plan, limit=made.limit(plan), other=made.other)
+    seconds = {one.overrides[0]: one.seconds for one in found.fitting if "precision=fp32" in one.overrides}
     assert seconds["strategy=tensor_parallel"] > 0.9 * seconds["strategy=ddp"]
-    assert "strategy=ddp" in found["command"]
+    assert main([*run, "search=true"]) == 0
+    assert "strategy=ddp" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_text_tells_layers_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,8 +182,6 @@ def test_an_error_names_key_and_fix(words: str, parts: list[str], capsys: pytest
 
 
 def test_no_option_is_a_key_of_a_config() -> None:
-    from exp.cli.plan import OPTIONS
-
     assert not set(OPTIONS) & set(exp.compose([]))
 
 
@@ -212,7 +224,7 @@ class Numbers(Branching):
 '''
 
 
-def test_unknown_figures_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_figures_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("conf/model").mkdir(parents=True)
     Path("conf/module").mkdir()
     Path("planned_nets.py").write_text(MODULE)
@@ -220,18 +232,18 @@ def test_unknown_figures_are_noted(capsys: pytest.CaptureFixture[str], monkeypat
     for name in ("Branching", "Numbers"):
         Path(f"conf/model/{name.lower()}.yaml").write_text(f"# Mine\n_target_: planned_nets.{name}\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    lit = planned(capsys, "module=lit", "launch.accelerator=cpu", "monitor=null", "savings=false")
-    assert lit["ranks"][0]["parameters"] == 4 * (64 * 10 + 10)
-    assert lit["ranks"][0]["activations"] is None
-    assert any("your training_step" in note for note in lit["notes"])
-    branching = planned(capsys, "model=branching", "launch.accelerator=cpu", "savings=false")
-    assert any("taken as 1" in note for note in branching["notes"])
-    # The layer keeps its input, and the product keeps the output of the layer.
-    assert branching["ranks"][0]["activations"] >= 4 * 64 * (64 + 10)
-    numbers = planned(capsys, "model=numbers", "launch.accelerator=cpu", "savings=false")
-    assert numbers["ranks"][0]["activations"] is None
-    assert numbers["ranks"][0]["optimizer"] == 2 * 4 * 650 + 2 * 4
-    assert any(note.startswith("activations and FLOPs are not known") for note in numbers["notes"])
+    lit = planned("module=lit", "launch.accelerator=cpu", "monitor=null")
+    assert lit.places[0].parameters == 4 * (64 * 10 + 10)
+    assert lit.places[0].activations is None
+    assert any("your training_step" in note for note in lit.notes)
+    branching = planned("model=branching", "launch.accelerator=cpu")
+    assert any("taken as 1" in note for note in branching.notes)
+    # The input of the layer, and for the product its output; the factor 2 keeps nothing.
+    assert branching.places[0].activations >= 4 * 64 * (64 + 10)
+    numbers = planned("model=numbers", "launch.accelerator=cpu")
+    assert numbers.places[0].activations is None
+    assert numbers.places[0].optimizer == 2 * 4 * 650 + 2 * 4
+    assert any(note.startswith("activations and FLOPs are not known") for note in numbers.notes)
 
 
 def candidate(seconds: float, *overrides: str) -> Candidate:
@@ -255,20 +267,21 @@ def test_another_precision_must_be_clearly_faster() -> None:
 
 @pytest.mark.slow
 def test_a_search_takes_the_fewest_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    run = ("model=resnet", "device=2xH100", "strategy=ddp")
-    found = planned(capsys, *run, "search=true", "memory=1500KiB")
-    assert all(one["total"] <= 1500 * 2**10 for one in found["fitting"])
-    ways = {one["overrides"][0]: dict(text.split("=", 1) for text in one["overrides"]) for one in found["fitting"]}
+    run, limit = ("model=resnet", "device=2xH100", "strategy=ddp"), 1500 * 2**10
+    made = planner(*run)
+    fitting = search(made.plan(), limit=limit, other=made.other).fitting
+    assert all(one.total <= limit for one in fitting)
+    ways = {one.overrides[0]: dict(text.split("=", 1) for text in one.overrides) for one in fitting}
     batch, count = (int(ways["strategy=ddp"][key]) for key in ("data.batch_size", "trainer.accumulate_grad_batches"))
     assert batch * count == 64
-    assert found["command"].startswith("python -m exp.train model=resnet strategy=")
-    words = [*shlex.split(found["command"])[3:], "device=2xH100", "savings=false"]
-    assert planned(capsys, *words)["ranks"][0]["total"] == found["fitting"][0]["total"]
-    # With ddp, a batch twice as large does not fit.
+    assert main([*run, "search=true", "memory=1500KiB"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert command.startswith("python -m exp.train model=resnet strategy=")
+    assert planned(*shlex.split(command)[3:], "device=2xH100").places[0].total == fitting[0].total
+    # Half as many micro-batches of ddp do not fit.
     precision = f"precision={ways['strategy=ddp']['precision']}"
-    words = ["model=resnet", "device=2xH100", "savings=false", "strategy=ddp", precision]
-    words.append(f"data.batch_size={2 * batch}")
-    assert planned(capsys, *words)["ranks"][0]["total"] > 1500 * 2**10
+    words = ["model=resnet", "device=2xH100", "strategy=ddp", precision, f"data.batch_size={2 * batch}"]
+    assert planned(*words).places[0].total > limit
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@
 
 device=64xH100       the devices of the run; by default those of this machine
 memory=80GiB         the memory of each device, instead of the listed value
-format=json          the same figures for tools
 search=true          search for the fastest strategy, precision and accumulation that fit, and print the command
 savings=false        leave out the savings, which need a few more checks and estimates
 """
@@ -15,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ConfigError, RunError, command_line_error, config_error, raise_errors, unknown_word
 from exp.output import announce_torch_import, command, survive_output_errors
-from exp.spelling import find_nearest
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -31,13 +28,12 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Machine
 
 PROGRAM = "python -m exp.plan"
-FORMATS = ("text", "json")
 UNNAMED = "the time of a step on this GPU is unknown: name a GPU, such as device=H100"
 SWITCH = {"true": True, "false": False}
 
 
 # The options of the command with their allowed values. An empty tuple allows any text.
-OPTIONS = {"device": (), "memory": (), "format": FORMATS, "savings": tuple(SWITCH), "search": tuple(SWITCH)}
+OPTIONS = {"device": (), "memory": (), "savings": tuple(SWITCH), "search": tuple(SWITCH)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,14 +43,12 @@ class Words:
     Args:
         device: Devices of the run, such as "64xH100". None: the devices of this machine.
         memory: Memory of each device in bytes. None: the listed memory of the device.
-        is_json: Print JSON instead of text.
         has_savings: Print overrides that save memory.
         searches: Search for the fastest configuration that fits.
     """
 
     device: str | None = None
     memory: int | None = None
-    is_json: bool = False
     has_savings: bool = True
     searches: bool = False
 
@@ -75,29 +69,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if answer_question(arguments):
         return 0
-    _refuse_slips(arguments)
     words = read_words(own)
     if arguments.multirun:
         raise config_error("--multirun", got="several runs", expected="one", fix="Leave -m out")
     with survive_output_errors():
-        _print(arguments, words, command=" ".join([PROGRAM, *argv]))
+        _print(arguments, words)
     return 0
-
-
-def _refuse_slips(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if an override is probably a misspelled option of the command, such as `devices=4`."""
-    from exp.config.groups import open_search_path
-
-    keys = [text.lstrip("+~").partition("=")[0] for text in arguments.overrides if "=" in text]
-    slips = [key for key in keys if "." not in key and find_nearest(key, OPTIONS)]
-    if not slips:
-        return
-    known = open_search_path(config_dir=arguments.config_dir, config_name=arguments.config_name).words()
-    raise_errors(
-        unknown_word(key, key, OPTIONS)
-        for key in slips
-        if key not in known and find_nearest(key, [*OPTIONS, *known])[0] in OPTIONS
-    )
 
 
 def read_words(texts: Sequence[str]) -> Words:
@@ -119,7 +96,6 @@ def read_words(texts: Sequence[str]) -> Words:
     return Words(
         device=given.get("device"),
         memory=memory,
-        is_json=given.get("format") == "json",
         has_savings=SWITCH[given.get("savings", "true")],
         searches=SWITCH[given.get("search", "false")],
     )
@@ -216,10 +192,10 @@ def machine_of(device: str | None, launch: object) -> Machine:
     return dataclasses.replace(here, gpus=gpus, nccl=here.nccl or gpus > here.gpus, cores=None)
 
 
-def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None:
+def _print(arguments: argparse.Namespace, words: Words) -> None:
     with announce_torch_import():
         from exp.cli.check import summary
-        from exp.cli.plan_printout import plain, text
+        from exp.cli.plan_printout import text
         from exp.plan.savings import savings
 
     planner = Planner(arguments, words)
@@ -228,28 +204,23 @@ def _print(arguments: argparse.Namespace, words: Words, *, command: str) -> None
         raise RunError(f"the network cannot be built without numbers: {'; '.join(plan.shapes.notes)}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
     if words.searches:
-        _search(plan, planner, limit=limit, is_json=words.is_json)
+        _search(plan, planner, limit=limit)
         return
     estimate = estimator.estimate()
     if estimator.device is None and plan.placement.accelerator == "cuda":
         estimate = dataclasses.replace(estimate, notes=[*estimate.notes, UNNAMED])
     largest = None if limit is None else estimator.largest_batch(limit)
     found = savings(estimate, plan, planner.other) if words.has_savings and plan.own is None else []
-    if words.is_json:
-        values = plain(estimate, limit=limit, largest=largest, savings=found, command=command)
-        print(json.dumps(values, indent=2))
-        return
     print(text(estimate, limit=limit, largest=largest, savings=found, summary=summary(plan)))
 
 
-def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -> None:
+def _search(plan: Plan, planner: Planner, *, limit: int | None) -> None:
     """Print the configurations that fit into memory, with the fastest first, and the command of the fastest.
 
     Args:
         plan: Plan of the command's config.
         planner: Estimates the run with other overrides.
         limit: Memory of each device in bytes; None if it is unknown.
-        is_json: Print JSON instead of text.
 
     Raises:
         ConfigError: The time of a step is unknown.
@@ -266,9 +237,5 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None, is_json: bool) -
     if not found.fitting:
         raise RunError(f"nothing fits: {found.too_large} configurations are too large, {found.refused} have errors")
     best = dict(text.split("=", 1) for text in found.fitting[0].overrides)
-    line = with_values(planner.arguments.overrides, best)
-    if is_json:
-        print(json.dumps({**dataclasses.asdict(found), "command": line, "limit": limit}, indent=2))
-        return
     print(ways(found))
-    print(line)
+    print(with_values(planner.arguments.overrides, best))

@@ -1,9 +1,8 @@
-"""Format the estimate of exp.plan as text for a terminal, or as plain values for JSON."""
+"""Format the estimate of exp.plan as text for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from exp.errors import shorten
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from exp.plan.fastest import Findings
     from exp.plan.savings import Saving
 
-TIMES = ("seconds", "compute", "memory", "overhead", "communication", "bound", "flops")
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
 MOST_OUTPUT = 44
 UNKNOWN = "not known"
@@ -43,37 +41,6 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
         "\n".join(f"note: {note}" for note in estimate.notes),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def plain(
-    estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], command: str
-) -> dict[str, object]:
-    """Return an estimate as plain values for JSON, in bytes, seconds and FLOPs.
-
-    Args:
-        estimate: Estimate of layers, memory and time.
-        limit: Memory of a device in bytes; None if it is unknown.
-        largest: Largest data.batch_size that fits into the memory; None if it is unknown or no batch fits.
-        savings: Overrides that save memory.
-        command: Command line of exp.plan.
-    """
-    figures, time = estimate.figures, estimate.time
-    return {
-        "command": command,
-        "batch_size": estimate.batch,
-        "accumulate_grad_batches": estimate.micro_batches,
-        "samples_of_a_rank": figures.setting.samples,
-        "precision": figures.setting.word,
-        "parameters": sum(one.count for one in figures.parameters.values()),
-        "layers": [asdict(row) for row in layer_rows(estimate)],
-        "ranks": [{**asdict(place), "ranks": list(place.ranks), "total": place.total} for place in estimate.places],
-        "transfers": [asdict(one) for one in estimate.footprint.transfers],
-        "time": None if time is None else {"device": time.device.name, **{name: getattr(time, name) for name in TIMES}},
-        "limit": limit,
-        "largest_batch_size": largest,
-        "savings": [asdict(one) for one in savings],
-        "notes": list(estimate.notes),
-    }
 
 
 def ways(found: Findings) -> str:
@@ -126,7 +93,7 @@ def _place(place: PlaceMemory) -> str:
 
 def _rest(estimate: Estimate) -> list[str]:
     more = len(estimate.places) - SHOWN
-    return [f"and {more} more with less memory; see format=json"] if more > 0 else []
+    return [f"and {more} more with less memory"] if more > 0 else []
 
 
 def _fit(estimate: Estimate, *, limit: int | None, largest: int | None) -> Iterator[str]:

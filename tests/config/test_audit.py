@@ -1,6 +1,5 @@
 """exp.audit reports the dangers of a downloaded folder without running its code."""
 
-import json
 import os
 import pickle
 import zipfile
@@ -51,10 +50,11 @@ def test_the_configs_of_exp_are_clean():
 
 def test_a_clean_config_lists_calls_and_variables(place, capsys):
     file = yaml(place, "model: {_target_: torch.nn.Linear, in_features: 3}\ndata_dir: ${oc.env:EXP_DATA_DIR,data}\n")
-    assert main([str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {(one["kind"], one["what"]) for one in found} == {("calls", "torch.nn.Linear"), ("reads", "EXP_DATA_DIR")}
-    assert found[0]["where"] == f"{file}, model._target_"
+    assert main([str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"          calls      torch.nn.Linear  [{file}, model._target_]",
+        f"          reads      EXP_DATA_DIR  [{file}, data_dir]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -133,20 +133,17 @@ def test_foreign_names_in_checkpoints_are_reported(place):
     state = {"w": torch.nn.Linear(2, 2).state_dict(), "b": torch.zeros(2, dtype=torch.bfloat16), "n": {"a": [1]}}
     torch.save(state, place / "right.ckpt")
     np.save(place / "array.npy", np.zeros(3))
-    (place / "plain.pkl").write_bytes(pickle.dumps({"a": [1, 2.5, "b", None, (True, b"c")]}))
-    (place / "two.pkl").write_bytes(pickle.dumps(1) + pickle.dumps("two"))
     np.savez(place / "arrays.npz", a=np.zeros(3), b=np.zeros(2, dtype=[("x", "i4")]))
     assert outside(place) == set()
     assert main([str(place / "right.ckpt")]) == 0
     torch.save({"state": Evil()}, place / "wrong.ckpt")
-    (place / "second.pkl").write_bytes(pickle.dumps(1) + pickle.dumps(Evil()))
     torch.save(state, place / "legacy.pt", _use_new_zipfile_serialization=False)
     np.save(place / "objects.npy", np.array([Evil()], dtype=object), allow_pickle=True)
     np.savez(place / "objects.npz", a=np.array([Evil()], dtype=object))
     hidden = (place / "objects.npy").read_bytes().replace(b"'|O'", b"'\\117'")
     (place / "hidden.npy").write_bytes(hidden)
     found = {Path(finding.where.partition(",")[0]).name for finding in audit(place) if finding.is_outside}
-    assert found == {"wrong.ckpt", "second.pkl", "legacy.pt", "objects.npy", "objects.npz", "hidden.npy"}
+    assert found == {"wrong.ckpt", "legacy.pt", "objects.npy", "objects.npz", "hidden.npy"}
     assert outside(place) == {("calls", "posix.system"), ("calls", BARE)}
 
 

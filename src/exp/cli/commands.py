@@ -90,8 +90,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Tools": {
         "doctor": _tool("extras.doctor.doctor", "check the installation and the machine", "--quick",
                         "--outputs=path"),
-        "audit": _tool("extras.audit.audit", "show what a downloaded config or checkpoint would do", "--json", ALLOW,
-                       words=PATH),
+        "audit": _tool("extras.audit.audit", "show what a downloaded config or checkpoint would do", ALLOW, words=PATH),
         "schema": _tool("extras.schema.schema", "JSON schemas for editors that complete YAML", ALLOW),
         "completion": _tool("cli.completion", "tab completion for bash and zsh", words="bash|zsh"),
         "worker": _tool("cli.worker", "one rank of a frozen run, for torchrun and SLURM", "--resume=path", ALLOW,

@@ -13,26 +13,19 @@ there is no completion, the shell proposes files.
 
 from __future__ import annotations
 
-import itertools
-import os
+import contextlib
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from exp.cli.commands import COMMANDS, HYDRA_FLAGS, PATH
-from exp.config.plain_tree import leaves
+from exp.config.plain_tree import value_at
 from exp.config.search_path import OWN_CONF, options_in, search_places
-from exp.config.slots import COLLECTIONS, MANY, NODES, ONE, PHASES
+from exp.config.slots import COLLECTIONS, NODES, ONE, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.output import command
 
-# Hydra's own groups that exp reads.
-HYDRA_GROUPS = {"hydra/launcher": ["exp", "slurm", "ray"], "hydra/sweeper": ["exp"]}
-# Kinds of values in a config: a mapping, a boolean, any other value.
-NODE, SWITCH, VALUE = "node", "switch", "value"
-SEVERAL = re.compile(r"(\+?[\w/]+=[\w/]+)(,[\w/]+)+")
 # The script runs the program exp found on PATH, never a file of the working directory.
 BASH = r"""_exp_complete() {
     local line program="$(type -P exp)"
@@ -126,7 +119,7 @@ def complete(words: Sequence[str], current: str) -> Sequence[str]:
         return ()
     command, rest = COMMANDS[words[0]], list(words[1:])
     own = (*command.flags, *(HYDRA_FLAGS if command.has_overrides else ("--help",)))
-    values = dict(flag.split("=") for flag in own if "=" in flag)
+    values = dict(flag.split("=") for flag in own if "=" in flag) | command.keys
     key, sign, _ = current.partition("=")
     if rest and rest[-1] in values:
         return _words(values[rest[-1]])
@@ -134,136 +127,80 @@ def complete(words: Sequence[str], current: str) -> Sequence[str]:
         return [f"{key}={word}" for word in _words(values[key])]
     if current.startswith("-"):
         return sorted(flag.partition("=")[0] for flag in own)
-    if sign and key in command.keys:
-        return [f"{key}={word}" for word in _words(command.keys[key])]
-    alone = [] if sign or (rest and command.has_overrides) else _words(command.words)
-    if command.module == "cli.why" and not rest:
-        return [word.removesuffix("=") for word in Typed.of(rest).words(current)]
+    keys = [f"{name}=" for name in command.keys]
     if not command.has_overrides or (command.words and not rest):
-        return [*alone, *(f"{name}=" for name in command.keys)]
-    return [*(f"{name}=" for name in command.keys), *Typed.of(rest).words(current)]
+        return [*_words(command.words), *keys]
+    found = complete_override(current, [word for word in rest if "=" in word])
+    return [word.removesuffix("=") for word in found] if command.module == "cli.why" and not rest else [*keys, *found]
 
 
 def _words(alternatives: str) -> list[str]:
     """Return the values in a text `A|B` of the command table. PATH has no values, because the shell completes files."""
     if alternatives == "experiment":
-        return Typed.of([]).options("experiment")
+        return options_of("experiment")
     return [word for word in alternatives.split("|") if word and word != PATH]
 
 
-class Typed(NamedTuple):
-    """The config that a command line selects, ignoring the word that is being completed.
+def complete_override(current: str, overrides: Sequence[str]) -> list[str]:
+    """Return the completions of an incomplete override: groups, keys, or values of a key.
 
     Args:
-        overrides: Overrides before the last word.
-        config_dir: Directory of --config-dir, if it exists.
-        config_name: Name of the primary config.
+        current: Incomplete override.
+        overrides: Overrides before it, which select the config.
     """
-
-    overrides: Sequence[str]
-    config_dir: str | None
-    config_name: str
-
-    @classmethod
-    def of(cls, words: Sequence[str]) -> Typed:
-        """Return the config that the words of a command line select."""
-        flags = {word: value for word, value in itertools.zip_longest(words, words[1:]) if word[:1] == "-"}
-        flags |= dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        config_dir = flags.get("--config-dir") or flags.get("-cd")
-        return cls(
-            overrides=[word for word in words if word[:1] != "-" and ("=" in word or word[:1] == "~")],
-            config_dir=config_dir if config_dir and os.path.isdir(config_dir) else None,
-            config_name=flags.get("--config-name") or flags.get("-cn") or "train",
-        )
-
-    def words(self, current: str) -> list[str]:
-        """Return the completions of an incomplete override: groups, keys, or values of a key."""
-        typed, sign, value = current.partition("=")
-        name = typed.lstrip("+~")
-        plus = typed[: len(typed) - len(name)]
-        if sign:
-            # In a list or a sweep, the last value is completed. The values before it are not proposed again.
-            *before, last = re.split(r"[\[,]", value)
-            start = f"{typed}={value[: len(value) - len(last)]}"
-            ends = [",", "]"] if "[" in value else [""]
-            return [f"{start}{word}{end}" for word in self.values(name) if word not in before for end in ends]
-        parent, dot, _ = name.rpartition(".")
-        if dot:
-            start = f"{plus}{parent}."
-            return [f"{start}{end}" for end in _ends(self.below(parent), plus)]
-        groups = [*self.groups(), *(HYDRA_GROUPS if name.startswith("hydra") else ())]
-        if plus == "~":
-            return [f"~{group}." for group in groups if group in MANY]
-        found = [f"{plus}{group}=" for group in groups if not plus or group not in ONE]
-        return [*found, *(f"{plus}{end}" for end in _ends(self.below(""), plus)), *([] if plus else ["from_run="])]
-
-    def groups(self) -> list[str]:
-        """Return the config groups: folders with YAML files in the directories of configs."""
-        folders = (path for place in search_places(config_dir=self.config_dir) for path in place.directory.iterdir())
-        return sorted({path.name for path in folders if path.is_dir() and options_in(path)})
-
-    def options(self, group: str) -> list[str]:
-        """Return the options of a group. The user's options come first."""
-        places = search_places(config_dir=self.config_dir)
-        return list(dict.fromkeys(option for place in places for option in options_in(place.directory / group)))
-
-    def values(self, key: str) -> list[str]:
-        """Return the values to propose for a key: options of a group, or true and false for a boolean."""
-        if key in HYDRA_GROUPS:
-            return HYDRA_GROUPS[key]
-        parent, _, name = key.rpartition(".")
-        kinds = self.below(parent)
-        is_switch = name in kinds and kinds[name] == SWITCH
-        return self.options(key) or (["true", "false"] if is_switch else [])
-
-    def below(self, parent: str) -> dict[str, str]:
-        """Return the names directly below a dotted key of the config, each with the kind of its value.
-
-        Args:
-            parent: Dotted key. "": the top level of the config.
-        """
-        # At the top level, the keys of train.yaml are returned without composing, which takes longer.
-        if not parent:
-            content = read_yaml(OWN_CONF / "train.yaml")
-            kinds = {str(key): _kind(value) for key, value in content.items() if key not in ("defaults", "hydra")}
-            return {**kinds, **dict.fromkeys((*NODES, *COLLECTIONS, PHASES), NODE)}
-        found = self.compose_kinds(self.choices())
-        start = f"{parent}."
-        return {
-            key.removeprefix(start): kind
-            for key, kind in found.items()
-            if key.startswith(start) and "." not in key.removeprefix(start)
-        }
-
-    def choices(self) -> list[str]:
-        """Return the overrides that may add or remove keys of the config.
-
-        They choose options of groups, begin with a sign, or set a `_target_`. Of swept options, the first is used.
-        """
-        groups = self.groups()
-        keys = [(word, word.lstrip("+~").partition("=")[0]) for word in self.overrides]
-        chosen = [word for word, key in keys if key in (*groups, "from_run") or word[0] in "+~" or "_target_" in key]
-        return [SEVERAL.sub(r"\1", word) for word in chosen]  # of a sweep the first choice
-
-    def compose_kinds(self, choices: Sequence[str]) -> dict[str, str]:
-        """Compose the config with given overrides, and return the kind of each key's value by dotted key."""
-        from exp.check.stages import compose
-        from exp.config.copying import raw_values
-        from exp.errors import ExpError
-
-        try:
-            config = compose(choices, config_dir=self.config_dir, config_name=self.config_name)
-        except ExpError:  # the command reports the error when it is run
-            default = self._replace(config_name="train")
-            return default.compose_kinds(()) if choices or default != self else {}
-        return {key: _kind(value) for key, value in leaves(raw_values(config)) if not key.startswith("_composition_")}
+    typed, sign, value = current.partition("=")
+    name = typed.lstrip("+")
+    plus = typed[: len(typed) - len(name)]
+    parent, dot, last = name.rpartition(".")
+    if sign:
+        # In a list, the last entry is completed. The entries before it are not proposed again.
+        *before, end = re.split(r"[\[,]", value)
+        start, ends = current.removesuffix(end), [",", "]"] if "[" in value else [""]
+        is_switch = isinstance(keys_below(parent, overrides).get(last), bool)
+        found = options_of(name) or (["true", "false"] if is_switch else [])
+        return [f"{start}{word}{end}" for word in found if word not in before for end in ends]
+    start = f"{plus}{parent}{dot}"
+    keys = [
+        f"{start}{key}{'.' if isinstance(value, dict) and value else '='}"
+        for key, value in keys_below(parent, overrides).items()
+    ]
+    if dot:
+        return keys
+    groups = [f"{plus}{group}=" for group in all_groups() if not plus or group not in ONE]
+    return [*groups, *keys, *([] if plus else ["from_run="])]
 
 
-def _ends(kinds: dict[str, str], plus: str) -> list[str]:
-    if plus == "~":
-        return list(kinds)
-    return [f"{name}." if kind == NODE else f"{name}=" for name, kind in kinds.items()]
+def all_groups() -> list[str]:
+    """Return the config groups: folders with YAML files in the directories of configs."""
+    folders = (path for place in search_places() for path in place.directory.iterdir())
+    return sorted({path.name for path in folders if path.is_dir() and options_in(path)})
 
 
-def _kind(value: object) -> str:
-    return NODE if isinstance(value, dict) and value else SWITCH if isinstance(value, bool) else VALUE
+def options_of(group: str) -> list[str]:
+    """Return the options of a group. The user's options come first."""
+    return list(dict.fromkeys(option for place in search_places() for option in options_in(place.directory / group)))
+
+
+def keys_below(parent: str, overrides: Sequence[str]) -> dict[str, object]:
+    """Return the values directly below a dotted key of the config, by name.
+
+    Args:
+        parent: Dotted key. "": the top level of the config.
+        overrides: Overrides that select the config.
+    """
+    # At the top level, the keys of train.yaml are returned without composing, which takes longer.
+    if not parent:
+        content = read_yaml(OWN_CONF / "train.yaml")
+        own = {str(key): value for key, value in content.items() if key not in ("defaults", "hydra")}
+        return {**own, **{name: {"": None} for name in (*NODES, *COLLECTIONS, PHASES)}}
+    from exp.check.stages import compose
+    from exp.config.copying import raw_values
+    from exp.errors import ExpError
+
+    names = (*all_groups(), "from_run")
+    choices = [word for word in overrides if word[0] in "+~" or word.partition("=")[0] in names]
+    for chosen in (choices, ()):
+        with contextlib.suppress(ExpError):  # the command reports the error when it is run
+            found = value_at(raw_values(compose(chosen)), parent)
+            return found if isinstance(found, dict) else {}
+    return {}

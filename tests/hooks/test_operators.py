@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ BOTH = ["hooks=[operators,dtypes]", "logger=[tensorboard]", "trainer.max_steps=2
 SMALL = "model.layers.hidden.out_features=16"
 
 
-def rows(path: Path) -> list[tuple[str, list[str]]]:
-    """Return the direction and the cells of each line in a Markdown file of operators."""
+def rows(text: str) -> list[tuple[str, list[str]]]:
+    """Return the direction and the cells of each line of a Markdown text with operators."""
     found, direction = [], ""
-    for line in path.read_text().splitlines():
+    for line in text.splitlines():
         if line.startswith("## "):
             direction = line.split()[1].rstrip(":")
         elif line.startswith("| ") and not line.startswith("| calls"):
@@ -44,10 +43,10 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("word", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_the_counts_equal_a_loop_by_hand(fit, build_model, word: str) -> None:
+def test_the_counts_equal_a_loop_by_hand(fit, events, build_model, word: str) -> None:
     counted: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     run = fit(*BOTH, SMALL, f"precision={word}", "trainer.accumulate_grad_batches=2")
-    for direction, cells in rows(run.directory / "operators" / "step-1.md"):
+    for direction, cells in rows(text_of(events(run.directory), "operators")):
         counted[direction][cells[2]] += int(cells[0])
     network = build_model("sequential", SMALL)
     inputs, targets = torch.rand(64, 1, 8, 8), torch.arange(64) % 10
@@ -69,12 +68,11 @@ def test_the_counts_equal_a_loop_by_hand(fit, build_model, word: str) -> None:
 
 def test_the_table_shows_dtypes_and_the_module(fit, events) -> None:
     directory = fit(*BOTH, SMALL, "precision=bf16", "hooks.operators.steps=[2,9]").directory
-    assert [path.name for path in (directory / "operators").iterdir()] == ["step-2.md"]
-    path, read = directory / "operators" / "step-2.md", events(directory)
+    read = events(directory)
+    assert [event.step for event in read.Tensors("operators")] == [2]
     assert text_of(read, "operators").splitlines()[0] == "## forward: 19 calls"
-    assert text_of(read, "operators") in path.read_text()
     product, half = "[16] [64, 64] [64, 16] → [64, 16]", "bfloat16 bfloat16 bfloat16 → bfloat16"
-    found = rows(path)
+    found = rows(text_of(read, "operators"))
     for direction, *cells in (
         ("forward", "1", "hidden", "addmm", product, half),
         ("forward", "1", "hidden", "_to_copy", "[16, 64] → [16, 64]", "float32 → bfloat16"),
@@ -86,11 +84,11 @@ def test_the_table_shows_dtypes_and_the_module(fit, events) -> None:
     assert "| hidden | Linear | float32 | bfloat16 | float32 |" in text_of(read, "dtypes")
 
 
-def test_computations_of_observers_are_no_operators(fit) -> None:
+def test_computations_of_observers_are_no_operators(fit, events) -> None:
     tables = []
     for hooks in ("operators", "operators,memory,activations,retain_gradients"):
-        directory = fit(f"hooks=[{hooks}]", SMALL, "trainer.max_steps=1").directory
-        tables.append((directory / "operators" / "step-1.md").read_text())
+        directory = fit(f"hooks=[{hooks}]", SMALL, "trainer.max_steps=1", "logger=[tensorboard]").directory
+        tables.append(text_of(events(directory), "operators"))
     assert tables[0] == tables[1]
 
 

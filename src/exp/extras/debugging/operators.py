@@ -13,16 +13,12 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exp.extras.debugging.module_calls import ModuleCalls, running_node
-from exp.files import write_atomic
 from exp.hooks.hook import OBSERVING, Boundary, OnChosenSteps, Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in
-from exp.output import warn_not_written
 from exp.shared_types import dtype_name
 
-# Largest number of rows of the logged table. The file has all rows.
-PANEL_ROWS = 300
 HEADER = "| calls | module | operator | shapes | dtypes |\n|---:|---|---|---|---|"
 # Work of a backward outside all modules: the gradient of the loss, and gradients that reach parameters.
 AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
@@ -32,9 +28,8 @@ class Operators(OnChosenSteps):
     """Lists the operator calls of the forward and backward passes of a step.
 
     A row has the number of equal calls, their module, operator, shapes and dtypes. A cast by autocast is the operator
-    `_to_copy`. The list is logged as the text `operators` with at most 300 rows per pass. The complete list is
-    operators/step-<n>.md in the run directory. The list covers rank 0 and all micro-batches of the step. Operators of
-    the optimizer are left out.
+    `_to_copy`. The list is logged as the text `operators`. It covers rank 0 and all micro-batches of the step.
+    Operators of the optimizer are left out.
 
     Args:
         steps: Optimizer steps, counted from 1.
@@ -82,14 +77,7 @@ class Operators(OnChosenSteps):
         if calls is None:
             return None
         calls.end_backward()
-        if self.directory is not None:
-            path = self.directory / self.name / f"step-{step.index}.md"
-            try:
-                path.parent.mkdir(exist_ok=True)
-                write_atomic(path, f"# Operators of step {step.index}\n\n{table(calls, rows=None)}\n")
-            except OSError as error:
-                warn_not_written(str(path), error)
-        return {self.name: Text(table(calls, rows=PANEL_ROWS))}
+        return {self.name: Text(table(calls))}
 
 
 class OperatorCall(NamedTuple):
@@ -163,21 +151,14 @@ def _maker(node: Node | None, modules: ModuleCalls) -> str:
     return PARAMETERS if node.name().endswith("AccumulateGrad") else modules.maker(node)
 
 
-def table(calls: OperatorCalls, *, rows: int | None) -> str:
-    """Return the counted calls as Markdown tables, one for the forward and one for the backward.
-
-    Args:
-        calls: The counted calls.
-        rows: Largest number of rows per table. None: all rows.
-    """
+def table(calls: OperatorCalls) -> str:
+    """Return the counted calls as Markdown tables, one for the forward and one for the backward."""
     text = []
     for direction in ("forward", "backward"):
         own = [(call, count) for call, count in calls.counts.items() if call.direction == direction]
         text += [f"## {direction}: {sum(count for _, count in own)} calls", "", HEADER]
-        for call, count in own[:rows]:
+        for call, count in own:
             text.append(f"| {count} | {' | '.join([call.module or '(network)', *call[2:]])} |")
-        if rows is not None and rows < len(own):
-            text.append(f"\n{len(own) - rows} more kinds of calls are in the file.")
         text.append("")
     return "\n".join(text).rstrip()
 

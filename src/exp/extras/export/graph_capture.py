@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from exp.errors import RunError, is_user_code, one_line, shorten
@@ -22,8 +22,6 @@ from exp.models.containers import ProgramModel, config_key
 
 Dimensions = Mapping[str, Mapping[int, str]]
 
-# A frame in the stack trace that torch keeps for each node of a graph.
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(.*)')
 # The part of torch's message that names a dynamic dimension which the network turns into a constant.
 CONSTANT = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic .*constant \((\d+)\)")
 
@@ -67,29 +65,6 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
             raise
         except Exception as error:  # torch.export and the user's code raise many classes
             raise _refusal(network, error, dimensions) from error
-
-
-def export_error(network: NamedNetwork, node: fx.Node, why: str) -> ExportRefused:
-    """Return the error for a node of the graph. The message has the key of the config and the line of code.
-
-    Args:
-        network: The network.
-        node: The node that cannot be exported.
-        why: The reason, which follows the name of the operator in the message.
-    """
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(path) for path, _ in stack.values()]
-    # torch marks further calls of a layer: layer@1.
-    path = re.sub(r"@\d+", "", paths[-1]).removeprefix("network").removeprefix(".") if paths else ""
-    modules = dict(network.network.named_modules())
-    frames = [(file, int(line), text) for file, line, text in FRAME.findall(str(node.meta.get("stack_trace", "")))]
-    place, layer = _place(network.network, path if path in modules else "", frames)
-    return ExportRefused(place, f"{operator_of(node)}{layer and f' in {layer}'} {why}")
-
-
-def operator_of(node: fx.Node) -> str:
-    """Return the name of a node's operator as torch prints it, such as `aten.svd`."""
-    return str(node.target).removesuffix(".default")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from exp.errors import MissingExtraError, RunError, chain_of, shorten
-from exp.extras.export.graph_capture import Dimensions, ExportRefused, export_error, operator_of, quiet
+from exp.extras.export.graph_capture import Dimensions, ExportRefused, quiet
 from exp.extras.export.named_network import NamedNetwork
 
 METADATA = "exp"
@@ -33,7 +32,6 @@ NUMPY = {
     "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }  # fmt: skip
-MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +162,8 @@ def onnx_bytes(
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise _refusal(network, program, error) from error
+            reason = shorten(str([*chain_of(error, explicit=True)][-1]), most=300)
+            raise ExportRefused("model", f"an operator cannot be written as ONNX: {reason}") from error
         assert made is not None
         proto = made.model_proto
     entry = proto.metadata_props.add()
@@ -202,18 +201,3 @@ def _port(found: Any) -> Port:
     if found.type not in NUMPY:
         raise RunError(f"{found.name} is {found.type}; expected tensors of {', '.join(NUMPY)}")
     return Port(name=found.name, shape=tuple(found.shape), dtype=NUMPY[found.type])
-
-
-def _refusal(network: NamedNetwork, program: ExportedProgram, error: BaseException) -> ExportRefused:
-    """Return the error for an operator that ONNX does not support, or that torch.onnx cannot convert."""
-    texts = [str(cause) for cause in chain_of(error, explicit=True)]
-    missing = MISSING.search("\n".join(texts))
-    if missing is None:
-        return ExportRefused("model", f"an operator cannot be written as ONNX: {shorten(texts[-1], most=200)}")
-    operator, why = ".".join(missing.groups()).removesuffix(".default"), "has no counterpart in ONNX"
-    # The missing operator may be a part of a composite operator, which the decomposed graph shows.
-    for graph in (program.graph, program.run_decompositions().graph):
-        for node in graph.nodes:
-            if node.op == "call_function" and operator_of(node) == operator:
-                return export_error(network, node, why)
-    return ExportRefused("model", f"{operator} {why}")

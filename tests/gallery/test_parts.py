@@ -137,7 +137,7 @@ def test_logging_tensor(gallery: Any) -> None:
     """The operators of the first step and their numbers of calls equal those that a TorchDispatchMode counts in the
     same step of a loop by hand, in forward and backward.
     """
-    ran = gallery.run("logging_tensor", "debug=one_batch", "test=false")
+    ran = gallery.run("logging_tensor", "debug=one_batch", "test=false", "logger=[tensorboard]")
     events = EventAccumulator(str(ran.directory / "tensorboard")).Reload()
     text = events.Tensors("operators")[0].tensor_proto.string_val[0].decode()
     found: Counter[str] = Counter()

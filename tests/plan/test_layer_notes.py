@@ -63,26 +63,26 @@ class Detached(nn.Module):
 WRONG = {
     "by_the_forward": (
         lambda: Torchs,
-        ["model.spare (spare) gets no gradient, because the forward never uses it"],
+        ["model.spare (spare) has parameters without a gradient"],
     ),
     "detached": (
         lambda: Detached,
-        ["model.body (body) gets no gradient, because its output reaches no output that the objective reads",
+        ["model.body (body) has parameters without a gradient, because no output that the objective reads",
          "freeze.param"],
     ),
     "an_element_of_a_list": (
         lambda: network(
             blocks=nn.ModuleList([nn.Linear(192, 10), nn.Linear(192, 10)]), forward="return blocks[0](x.flatten(1))"
         ),
-        ["model.layers.blocks.layer (blocks.1) gets no gradient, because the forward never uses it"],
+        ["model.layers.blocks.layer (blocks.1) has parameters without a gradient"],
     ),
     "a_statement": (
         lambda: network(a=nn.LazyLinear(4), head=head(), forward="x = x.flatten(1)\ny = a(x)\nreturn head(x)"),
-        ["model.layers.a (a) gets no gradient"],
+        ["model.layers.a (a) has parameters without a gradient"],
     ),
     "a_parameter": (
         lambda: lambda: Scaled(uses=False),
-        ["model (scale) gets no gradient, because the forward never uses it"],
+        ["model (Scaled) has parameters without a gradient"],
     ),
 }  # fmt: skip
 
@@ -156,6 +156,6 @@ def test_a_head_that_no_term_reads_is_noted() -> None:
         program = "x = f(x)\nreturn {'output': kind(x), 'other': other(x)}"
         build = network(f=nn.Flatten(), kind=head(), other=head(), forward=program)
     (note,) = notes(build)
-    assert note.startswith("model.layers.other (other) gets no gradient, because its output reaches no output that")
+    assert note.startswith("model.layers.other (other) has parameters without a gradient, because no output that")
     both = {name: Term(loss=CrossEntropy(), output=name) for name in ("output", "other")}
     assert notes(build, Objective(terms=both)) == []

@@ -1,4 +1,4 @@
-"""Recording of a forward pass of a network, with the inputs and outputs of each module, and the torch functions."""
+"""Recording of a forward pass of a network, with the inputs and outputs of each module."""
 
 from __future__ import annotations
 
@@ -45,23 +45,6 @@ class Call:
     output: object = None
 
 
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """A call of a torch function that received and returned tensors.
-
-    Args:
-        function: The function.
-        module: The innermost module that made the call; None outside all modules.
-        sources: The tensors among the arguments.
-        results: The tensors that the function returned.
-    """
-
-    function: Callable[..., object]
-    module: nn.Module | None
-    sources: Sequence[Tensor]
-    results: Sequence[Tensor]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardTrace:
     """The record of a forward pass on placeholder inputs, usually on the meta device, which has shapes and dtypes only.
@@ -71,14 +54,12 @@ class ForwardTrace:
         inputs: The values of the batch by name. The network received those that its forward has as parameters.
         output: The network's output.
         calls: The calls of all modules, in the order in which they returned.
-        operations: The calls of torch functions, in order.
     """
 
     network: nn.Module
     inputs: Mapping[str, Tensor]
     output: object
     calls: Sequence[Call]
-    operations: Sequence[Operation]
 
     def by_path(self) -> Mapping[str, Sequence[Call]]:
         """Return the calls of each module of the network, by the module's path.
@@ -153,7 +134,6 @@ class Recorder(TorchFunctionMode):
 
     Attributes:
         calls: The completed calls of modules, in the order in which they returned.
-        operations: The calls of functions that received and returned tensors.
         inside: The innermost call that is still running. After an exception, it is the failed call.
         refused: The last function that raised an error.
 
@@ -170,7 +150,6 @@ class Recorder(TorchFunctionMode):
     def clear(self) -> None:
         """Delete all records."""
         self.calls: list[Call] = []
-        self.operations: list[Operation] = []
         self.refused: Refused | None = None
         self._stack: list[Call] = []
 
@@ -199,7 +178,7 @@ class Recorder(TorchFunctionMode):
         """
         self.clear()
         output = network_call(network, tuple(inputs))(network, inputs)
-        return ForwardTrace(network=network, inputs=inputs, output=output, calls=self.calls, operations=self.operations)
+        return ForwardTrace(network=network, inputs=inputs, output=output, calls=self.calls)
 
     def __enter__(self) -> Recorder:
         self._handles = [
@@ -230,10 +209,6 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             self.refused = Refused(error, func, sources)
             raise
-        results = list(tensors_in(result))
-        if sources and results:
-            module = self._stack[-1].module if self._stack else None
-            self.operations.append(Operation(func, module, sources, results))
         return result
 
     def _repeat_on_cpu(

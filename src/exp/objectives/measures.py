@@ -21,7 +21,7 @@ from exp.errors import LIBRARIES, REFUSALS, ExpError, RunError, UserCodeError, m
 from exp.functions.at_least_float32 import summing_dtype
 from exp.nested import map_tensors
 from exp.objectives.loss_inputs import Values, full, names_of_values, unknown_value
-from exp.objectives.metrics import AUROC, in_order
+from exp.objectives.metrics import AUROC
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
 
@@ -42,17 +42,6 @@ OF_ANSWERS = (
 SCORES = (
     *((OF_CLASSES, loss) for loss in (CrossEntropy, NLL, nn.CrossEntropyLoss, nn.NLLLoss)),
     *((OF_ANSWERS, loss) for loss in (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)),
-)
-# The metrics of OF_CLASSES and OF_ANSWERS that depend only on the order of the probabilities.
-OF_CLASSES_BY_ORDER = (
-    *(classification.MulticlassAUROC, classification.MulticlassAveragePrecision, classification.MulticlassLogAUC),
-    classification.MulticlassEER,
-)
-OF_ANSWERS_BY_ORDER = (
-    *(classification.BinaryAUROC, classification.BinaryAveragePrecision, classification.BinaryLogAUC),
-    *(classification.MultilabelAUROC, classification.MultilabelAveragePrecision, classification.MultilabelLogAUC),
-    *(classification.BinaryEER, classification.MultilabelEER, classification.MultilabelCoverageError),
-    *(classification.MultilabelRankingAveragePrecision, classification.MultilabelRankingLoss),
 )
 # A state of a metric: a tensor, or a list with one tensor per batch.
 State = Tensor | list[Tensor]
@@ -164,16 +153,13 @@ class Measure:
         ignored: Any = metric.ignore_index if isinstance(metric, classification.MulticlassHingeLoss) else None
         if ignored is not None and bool((target == ignored).all()):
             return  # torchmetrics' hinge loss fails if all targets of a batch are ignored (seen in 1.9)
-        if isinstance(metric, AUROC):
-            metric.update(output, target, are_scores=self.are_scores)
-        elif self._ranks is not None:
-            axis = 1 if self._ranks is OF_CLASSES_BY_ORDER else None
-            metric.update(in_order(output, axis=axis, are_scores=self.are_scores), target)
-        elif self.are_scores:
+        if self.are_scores:
             has_answers = any(isinstance(part, OF_ANSWERS) for _, part in self.parts)
-            metric.update(output.sigmoid() if has_answers else output.softmax(1), target)
-        else:
-            metric.update(output, target)
+            axis = -1 if isinstance(metric, AUROC) else 1
+            # In float32, probabilities of scores above 17 would be 1, and AUROC would lose their order.
+            scores = _double(output)
+            output = scores.sigmoid() if has_answers else scores.softmax(axis)
+        metric.update(output, target)
 
     @cached_property
     def is_doubled(self) -> bool:
@@ -185,19 +171,6 @@ class Measure:
         sums = any(isinstance(state, list) or state.is_floating_point() for state in held)
         is_theirs = all(type(part).__module__.startswith("torchmetrics") for _, part in self.parts)
         return self.is_known and is_theirs and (sums or any(isinstance(part, OF_ANSWERS) for _, part in self.parts))
-
-    @cached_property
-    def _ranks(self) -> tuple[type[Metric], ...] | None:
-        """The metric classes that depend only on the order of the outputs, if this metric is one of them.
-
-        The value is OF_CLASSES_BY_ORDER or OF_ANSWERS_BY_ORDER, otherwise None. For a collection, all metrics in it
-        must be in the same tuple.
-        """
-        kinds = [part for _, part in self.parts if isinstance(part, (*OF_CLASSES, *OF_ANSWERS))]
-        for ranked in (OF_CLASSES_BY_ORDER, OF_ANSWERS_BY_ORDER):
-            if kinds and all(isinstance(part, ranked) and getattr(part, "thresholds", None) is None for part in kinds):
-                return ranked
-        return None
 
     def compute(self) -> dict[str, Tensor]:
         """Return the results over all ranks, 0-d, by name; see entries_of. The name of a single number is empty.

@@ -37,19 +37,9 @@ class AUROC(MulticlassAUROC):
             needs 8 * (V + 1) bytes per sample until the stage ends.
     """
 
-    def update(self, output: Tensor, target: Tensor, *, are_scores: bool = False) -> None:
-        """Add a batch.
-
-        Args:
-            output: The scores or probabilities, `[..., V]`.
-            target: The class numbers, `[...]`.
-            are_scores: Whether outputs are always scores. If False, outputs are probabilities if all are between 0 and
-                1.
-        """
+    def update(self, output: Tensor, target: Tensor) -> None:
         rows, classes = _rows(self, output, target)
-        if self.thresholds is None:
-            rows = in_order(rows, axis=-1, are_scores=are_scores)
-        super().update(rows.softmax(-1) if are_scores and self.thresholds is not None else rows, classes)
+        super().update(rows.to(summing_dtype(rows.device)), classes)
 
 
 class R2(Metric):
@@ -151,33 +141,3 @@ def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tenso
     require_classes_last(metric, output, target)
     # AUROC sorts and cross entropy sums: both lose digits in half precision.
     return output.flatten(end_dim=-2).to(at_least_float32(output.dtype)), target.flatten()
-
-
-def in_order(output: Tensor, *, axis: int | None, are_scores: bool = False) -> Tensor:
-    """Return numbers between 0 and 1 that have the same order as the probabilities.
-
-    A softmax or sigmoid would round large scores to 1, and lose their order.
-
-    Args:
-        output: Scores, or probabilities.
-        axis: The axis of the classes for a softmax; None for a sigmoid of each score.
-        are_scores: Whether outputs are always scores. If False, outputs are probabilities if all are between 0 and 1,
-            as in torchmetrics.
-    """
-    values = output.to(summing_dtype(output.device))
-    odds = values if axis is None else values - _log_of_others(values, axis)
-    if not are_scores:
-        odds = torch.where(((values >= 0) & (values <= 1)).all(), values.logit(), odds)
-    # The bits of floats, interpreted as integers, have the same order as the floats.
-    bits = odds.view(torch.int64 if odds.dtype == torch.float64 else torch.int32)
-    sizes = bits & torch.iinfo(bits.dtype).max
-    return 0.5 + torch.where(bits < 0, -sizes, sizes).to(odds.dtype) / 2.0 ** (8 * bits.element_size())
-
-
-def _log_of_others(scores: Tensor, axis: int) -> Tensor:
-    """Return, for each class, the log-sum-exp of the scores of all other classes."""
-    scores = scores.movedim(axis, -1)
-    nothing = torch.full_like(scores[..., :1], -math.inf)
-    before = torch.cat([nothing, scores[..., :-1].logcumsumexp(-1)], -1)
-    after = torch.cat([scores[..., 1:].flip(-1).logcumsumexp(-1).flip(-1), nothing], -1)
-    return torch.logaddexp(before, after).movedim(-1, axis)

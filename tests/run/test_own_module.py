@@ -278,7 +278,7 @@ def errors_of(*overrides):
         (["module=litnet", "module.widht=3"], "module.widht", "Did you mean module.width?"),
         ([NET, "+hooks=samples"], "hooks.samples", "exp does not know its values"),
         ([NET, "+hooks=gradients", "hooks.gradients.modules=[nett]"], "hooks.gradients.modules", "net"),
-        ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "ddp, single or auto"),
+        ([NET, "strategy=fsdp", "launch.devices=2"], "strategy", "Write strategy=ddp"),
         (["module={_target_: mine.Untrained}"], "module", "Untrained, which has no configure_optimizers"),
         (["module={_target_: mine.LitNoSuper}"], "module", "does not call super().__init__()"),
         (["module={_target_: mine.WithLoaders}"], "module", "which the loaders of data would replace"),

@@ -53,20 +53,6 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "hooks=[samples] shows what the network gives in validation",
     ),
 }
-# Optimizers that update each number of a weight independently, so they can update parts of a weight.
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.ASGD,
-    optim.RMSprop,
-    optim.Rprop,
-)
 # Optimizers that need whole weights, with the reason.
 WHOLE: Mapping[type[optim.Optimizer], str] = {
     optim.LBFGS: "it searches along all weights together",
@@ -94,27 +80,6 @@ NEEDS: Mapping[str, str] = {
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "whole_module": "a LightningModule of the user runs its own training_step",
     "lasting_writes": "a layer with max_norm writes into its weight in its forward",
-}
-# Expected values in error messages, by need. Needs of hooks are missing, because their messages expect no hook.
-EXPECTED: Mapping[str, str] = {
-    "one_rank": "one process and one batch a step",
-    "one_batch_a_step": "one process and one batch a step",
-    "own_passes": "terms of one forward and one backward",
-    "mean_over_samples": "means over samples",
-    "several_sizes": "null",
-    "several_backwards": "none",
-    "several_steps": "ddp, single or auto",
-    "one_program": "false",
-    "module_copy": "callbacks that leave weights and optimizer where they are",
-    "fixed_weights": "callbacks that leave weights and optimizer where they are",
-    "whole_average": "no average of the weights",
-    "whole_tensors": "an optimizer that updates each number of a weight alone, such as SGD or AdamW of torch.optim",
-    "all_parameters": "an optimizer that updates each parameter alone",
-    "new_statistics": "statistics that change: it resets them and averages them over an epoch",
-    "whole_weights": "[]",
-    "other_parameters": "{}",
-    "whole_module": "ddp, single or auto",
-    "lasting_writes": "single, or a layer without max_norm",
 }
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
 # For each need, the traits of strategies and the switches of a run that exclude it.
@@ -202,15 +167,15 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
         for word in sorted(set(part.needs) - NEEDS.keys()):
             got, expected = f"{part.named} that needs {word!r}", f"words among {', '.join(HOOK_NEEDS)}"
             yield ErrorDetails(key=part.key, got=got, expected=expected, fix=did_you_mean(word, HOOK_NEEDS))
-        excluding: dict[str, tuple[str, str]] = {}
+        excluding: dict[str, str] = {}
         for need in (need for need in EXCLUDED if need in part.needs):
             for trait in EXCLUDED[need]:
                 if trait in present:
-                    excluding.setdefault(present[trait], (need, trait))
-        for said, (need, trait) in excluding.items():
-            wanted = "a run without it" if part.key.startswith("hooks.") else EXPECTED[need]
+                    excluding.setdefault(present[trait], trait)
+        for said, trait in excluding.items():
             fix = None if part.fix is None else part.fix.format(switch=said.partition("=")[0])
-            yield not_supported_with(part.key, part.named, said, f"{wanted}: {REASONS[trait]}{part.more}", fix)
+            expected = f"only one of the two: {REASONS[trait]}{part.more}"
+            yield not_supported_with(part.key, part.named, said, expected, fix)
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
@@ -313,7 +278,8 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
         needs = [*(["all_parameters"] if issubclass(kind, optim.LBFGS) else []), "whole_tensors"]
-        if kind not in ELEMENTWISE:
+        # The other optimizers of torch update each number of a weight separately. A subclass may not.
+        if kind in WHOLE or not kind.__module__.startswith("torch.optim."):
             why = next((WHOLE[base] for base in WHOLE if issubclass(kind, base)), UNKNOWN)
             yield Part("optimizer._target_", f"{kind.__name__} ({why})", needs, ddp)
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from exp.check.compatibility import callback_errors, compatibility_errors, hook_parts, other_parts
 from exp.check.continuation import Resuming, examine_resume
 from exp.check.first_samples import compare_with_data
-from exp.check.metric_errors import call_errors
+from exp.check.metric_errors import call_errors, mode_errors
 from exp.check.optimizer_steps import rate_errors, step_errors
 from exp.check.own_training import module_errors, module_notes
 from exp.check.parameters import target_errors
@@ -397,6 +397,12 @@ STAGES = (
     Stage(name="placement", run=_placement, keys=("strategy", "launch", "security"), hides=True),
     Stage(name="precision", run=_precision, keys=("precision", "phases"), needs=("placement",), hides=True),
     Stage(name="objective", run=_objective, keys=SHAPE_KEYS, needs=("model",)),
+    Stage(
+        name="modes",
+        run=lambda check: mode_errors(check.decided.plain, check.decided.metrics),
+        keys=("monitor", "mode", "scheduler", "callbacks", "sweep"),
+        needs=("objective",),
+    ),
     Stage(name="network", run=_network, keys=SHAPE_KEYS, needs=("model", "objective")),
     Stage(name="network", run=_module, keys=SHAPE_KEYS, needs=("module",)),
     Stage(name="loaders", run=_loaders, needs=("module", "network")),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from exp.check.input_errors import describe_value
-from exp.check.metric_errors import fit_errors, mode_errors, monitor_errors
+from exp.check.metric_errors import fit_errors, monitor_errors
 from exp.check.rules import monitored_tags
 from exp.check.shapes import objectives_by_forward
 from exp.check.stages import locate_errors, unique_errors
@@ -94,8 +94,6 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         return ()  # an exception in user code, which the run reports with its location
     tags = monitored_tags(dict(decided.plain)) if settings.train else {}
     errors += monitor_errors(tags, entries, settings.metric_stages)
-    if "monitor" in tags and not any(error.key == "monitor" for error in errors):
-        errors += mode_errors(tags["monitor"], settings.mode, decided.metrics)
     if errors:
         raise ConfigError(locate_errors(config, unique_errors([*_once_per_name(errors)])))
     return (*data.notes, *notes)

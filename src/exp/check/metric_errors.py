@@ -24,7 +24,7 @@ from exp.errors import REFUSALS, ErrorDetails, RunError, one_line, unsuitable
 from exp.nested import named_parts
 from exp.objectives.loss_inputs import Values
 from exp.objectives.measures import ENTRIES, EntryError, Measure, entries_of, entry_tag
-from exp.shared_types import Stage
+from exp.shared_types import Mode, Stage, searched_tags
 from exp.spelling import among, did_you_mean, show
 
 OF_TENSORS = ("torchmetrics.classification.", "torchmetrics.regression.", "exp.objectives.metrics")
@@ -163,25 +163,47 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
     return ErrorDetails(measure.key, got, expected)
 
 
-def mode_errors(monitor: str, mode: str, measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
-    """Yield the error of a mode that contradicts the direction of a metric with several values.
+def mode_errors(plain: Mapping[str, Any], measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
+    """Yield the errors of modes that contradict the direction in which a loss or a metric improves.
 
     Args:
-        monitor: Monitored tag.
-        mode: Mode of the run.
+        plain: Config as plain values.
         measures: Metrics of the run by name.
     """
-    name, _, rest = monitor.partition("/")
-    if name not in measures or not (entry := rest.partition("/")[2]):
-        return  # direction_errors checks metrics with a single value
-    part: Any = measures[name].metric
+    mode = plain["mode"]
+    wanted = {
+        "mode": {plain["monitor"]: mode},
+        "sweep.monitor": searched_tags(plain["sweep"]["monitor"], mode=mode),
+    }
+    nodes = {"scheduler": plain["scheduler"]}
+    nodes |= {f"callbacks.{name}": node for name, node in plain["callbacks"].items()}
+    wanted |= {f"{key}.mode": {node.get("monitor"): node["mode"]} for key, node in nodes.items() if "mode" in node}
+    for key, tags in wanted.items():
+        for tag, direction in tags.items():
+            better = _better_mode(str(tag), measures)
+            if direction in ("min", "max") and better not in (None, direction):
+                got, fix = repr(direction), f"Add {key}={better}"
+                if key == "sweep.monitor":
+                    got, fix = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
+                side = "higher" if better == "max" else "lower"
+                yield ErrorDetails(key, got, f"{better}: a {side} {tag} is better", fix)
+
+
+def _better_mode(tag: str, measures: Mapping[str, Measure]) -> Mode | None:
+    """Return `min` if a lower value of the tag is better, and `max` if a higher value is better.
+
+    Returns:
+        The mode. None if the metric does not declare a direction.
+    """
+    if tag.startswith("loss/"):
+        return "min"
+    name, *rest = tag.split("/")
+    part: Any = measures[name].metric if name in measures else None
     if isinstance(part, MetricCollection):
         parts = dict(part.items(keep_base=False, copy_state=False))
-        part = parts.get(entry.partition("/")[0])
+        part = parts.get("".join(rest[1:2]))
     is_higher = None if part is None else part.higher_is_better
-    if isinstance(is_higher, bool) and is_higher != (mode == "max"):
-        better, side = ("max", "higher") if is_higher else ("min", "lower")
-        yield ErrorDetails("mode", repr(mode), f"{better}: a {side} {monitor} is better", f"Add mode={better}")
+    return None if not isinstance(is_higher, bool) else "max" if is_higher else "min"
 
 
 def monitor_errors(

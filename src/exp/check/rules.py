@@ -25,10 +25,9 @@ from exp.config.module_key import brings_data, has_module, module_errors
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
 from exp.config.slots import nodes_in
-from exp.config.targets import resolve
 from exp.data.data_errors import share_errors
-from exp.errors import ConfigError, ErrorDetails, invalid_value, missing_value, not_supported_with, unsuitable
-from exp.shared_types import EPOCH_LOSS, STAGES, Mode, searched_tags
+from exp.errors import ErrorDetails, invalid_value, missing_value, not_supported_with, unsuitable
+from exp.shared_types import EPOCH_LOSS, STAGES, searched_tags
 from exp.spelling import among, did_you_mean, show
 
 # Losses that need class numbers as targets, and losses that need numbers, by the last part of their `_target_`.
@@ -223,11 +222,8 @@ def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDe
     measured = [*OF_EVERY_RUN, *(target.split(".")[-2] for target in hooks)]
     metrics = list(values["metrics"]) if isinstance(values["metrics"], dict) else []
     stages = values["metric_stages"] if isinstance(values["metric_stages"], list) else []
-    for tag, mode in searched_tags(values["sweep.monitor"], mode="max" if values["mode"] == "max" else "min").items():
+    for tag in searched_tags(values["sweep.monitor"], mode="min"):
         name, _, rest = tag.partition("/")
-        if name == "loss" and mode == "max":
-            expected, fix = f"min: {tag} is a loss, lower is better", f"Write 'sweep.monitor={{{tag}: min}}'"
-            yield ErrorDetails("sweep.monitor", f"{tag}: max", expected, fix)
         is_metric = name == "loss" or name in metrics
         is_tested = is_metric and values["test"] is True and (name == "loss" or "test" in stages)
         if not (rest.partition("/")[0] == "test" if is_tested else name in measured and rest and not is_metric):
@@ -297,13 +293,6 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
 def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
     """Return the tags that a config monitors, by the key that sets them."""
     return {key: tag for key, tag in _monitored_keys(Values(plain)).items() if isinstance(tag, str)}
-
-
-def mode_fits_a_loss(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of `mode=max` if the run monitors a loss."""
-    monitor = values["monitor"]
-    if isinstance(monitor, str) and monitor.startswith("loss/") and values["mode"] == "max":
-        yield ErrorDetails("mode", "'max'", f"min: {monitor} is a loss, lower is better")
 
 
 def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
@@ -451,61 +440,6 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
         yield ErrorDetails("runtime.compile_mode", got, "null, or a network that is compiled", fix)
 
 
-def direction_errors(plain: dict[str, object], *, allow: Sequence[str]) -> list[ErrorDetails]:
-    """Return the errors of modes that contradict the direction of a loss or metric."""
-    monitor, mode, sweep = plain.get("monitor"), plain.get("mode"), plain.get("sweep")
-    if mode not in ("min", "max"):
-        return []
-    wanted = {"mode": {str(monitor): mode}}
-    if isinstance(sweep, dict):
-        wanted["sweep.monitor"] = dict(searched_tags(sweep.get("monitor"), mode=mode))
-    # mode_fits_a_loss and _searched_errors already check losses under these two keys.
-    wanted = {
-        key: {tag: one for tag, one in tags.items() if not tag.startswith("loss/")} for key, tags in wanted.items()
-    }
-    nodes = {"scheduler": plain.get("scheduler")}
-    nodes |= {f"callbacks.{name}": node for name, node in Values(plain).entries("callbacks").items()}
-    for key, node in nodes.items():
-        if isinstance(node, dict) and node.get("mode") in ("min", "max"):
-            wanted[f"{key}.mode"] = {str(node.get("monitor")): node["mode"]}
-    errors = []
-    for key, tags in wanted.items():
-        for tag, direction in tags.items():
-            better = better_mode(plain, tag, allow=allow)
-            if better not in (None, direction):
-                side = "higher" if better == "max" else "lower"
-                got, fix = repr(direction), f"Add {key}={better}"
-                if key == "sweep.monitor":
-                    got, fix = f"{tag}: {direction}", f"Write 'sweep.monitor={{{tag}: {better}}}'"
-                errors.append(ErrorDetails(key, got, f"{better}: a {side} {tag} is better", fix))
-    return errors
-
-
-def better_mode(plain: Mapping[str, object], monitor: object, *, allow: Sequence[str]) -> Mode | None:
-    """Return `min` if a lower value of the monitored tag is better, and `max` if a higher value is better.
-
-    Returns:
-        The mode. None if the class of the metric does not declare a direction.
-    """
-    metrics = plain.get("metrics")
-    if not isinstance(monitor, str) or not isinstance(metrics, dict):
-        return None
-    if monitor.startswith("loss/"):
-        return "min"
-    node = metrics.get(monitor.partition("/")[0])
-    if not isinstance(node, dict) or not is_node(node):
-        return None
-    try:
-        metric = resolve(node["_target_"], base="torchmetrics.Metric", allow=allow)
-    except ConfigError:
-        return None  # the check of targets reports this error
-    bases = [vars(base) for base in metric.__mro__ if "higher_is_better" in vars(base)]
-    is_higher = bases[0]["higher_is_better"] if bases else None
-    # If higher_is_better is a property, the class has no value for it.
-    better: dict[bool, Mode] = {True: "max", False: "min"}
-    return better[is_higher] if isinstance(is_higher, bool) else None
-
-
 RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     module_errors,
     something_to_do,
@@ -527,7 +461,6 @@ RULES: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     names_make_distinct_tags,
     mixed_targets_are_no_classes,
     monitors_are_logged,
-    mode_fits_a_loss,
     task_fits_data,
     plateau_is_watched,
     stages_at_work_have_data,

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from exp.check.rules import allow_is_from_the_command_line, direction_errors, rule_errors
+from exp.check.rules import allow_is_from_the_command_line, rule_errors
 from exp.check.structure import node_errors, own_groups, structure_errors
 from exp.config.compose import composition_of, job_config
 from exp.config.copying import raw_values
@@ -117,8 +117,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}
-    errors = [*target_errors(plain, allow=allow, has_module=is_own), *program_errors(plain)]
-    return unique_errors([*errors, *direction_errors(plain, allow=allow)])
+    return unique_errors([*target_errors(plain, allow=allow, has_module=is_own), *program_errors(plain)])
 
 
 def allowed_packages(plain: dict[str, Any]) -> list[str]:

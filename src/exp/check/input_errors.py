@@ -1,7 +1,5 @@
 """Explanations why a layer or an operation of a forward program rejected its input, and which key fixes the error."""
 
-# ruff: noqa: SIM905  (a list of words is easier to read as words)
-
 from __future__ import annotations
 
 import inspect
@@ -79,18 +77,6 @@ INPUTS: Mapping[tuple[type[nn.Module], ...], tuple[Input, ...]] = {
     ),
     POOLS: (Input("floats [B, C, {axes}]"),),
 }
-# Descriptions of the operands of torch's functions, by function name without underscores.
-OPERANDS = {
-    **dict.fromkeys(
-        "matmul rmatmul mm bmm mv addmm baddbmm".split(),
-        "[..., N, K] and [..., K, M]: as many columns as the second has rows",
-    ),
-    **dict.fromkeys("index_select gather take take_along_dim scatter".split(), "indices of whole numbers (int64)"),
-    **dict.fromkeys("masked_fill masked_select masked_scatter".split(), "a mask of bool"),
-    "scaled_dot_product_attention": "query [B, ..., L, E], key [B, ..., S, E] and value [B, ..., S, V]",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Demand:
     """The input that a layer expects.
@@ -137,20 +123,19 @@ def _describe_given(values: object) -> str:
     return describe_value(values, batch=BATCH)
 
 
-def layer_error(error: BaseException, key: str, call: Call, refused: Refused | None = None) -> ErrorDetails:
+def layer_error(error: BaseException, key: str, call: Call) -> ErrorDetails:
     """Return the error of a layer that rejected its input.
 
     Args:
         error: Exception that the layer raised.
         key: Key of the layer.
         call: Call of the layer.
-        refused: Function of torch that raised the exception, if there is one.
     """
     module = call.module
     given = ", ".join(map(_describe_given, call.inputs)) or "no input"
     demand = _dtype_demand(module, call, error) or _shape_demand(module, call)
     message = "" if demand is not None else f": {_first_line(error)}{user_location(error)}"
-    demand = demand or _general_demand(module, error, refused)
+    demand = demand or _general_demand(module, error)
     fix = demand.fix
     if fix is not None and key.rpartition(".")[2] in ATTENTIONS:
         fix = fix.replace("embed_dim", "d_model")
@@ -290,7 +275,7 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
     return None
 
 
-def _general_demand(module: nn.Module, error: BaseException, refused: Refused | None) -> Demand:
+def _general_demand(module: nn.Module, error: BaseException) -> Demand:
     """Return the demand of a layer without a specific rule, with the parameters that torch's message mentions."""
     message = str(error)
     # torch writes `output padding` for output_padding.
@@ -299,7 +284,7 @@ def _general_demand(module: nn.Module, error: BaseException, refused: Refused | 
     names = [name for _, name in sorted((found.start(), name) for name, found in places.items() if found is not None)]
     values = [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
     expected = f"an input that fits {among(values)}" if values else "an input that it takes"
-    return Demand(expected=(refused and _operands(refused)) or expected, parameters=tuple(names))
+    return Demand(expected=expected, parameters=tuple(names))
 
 
 def operation_error(error: BaseException, key: str, refused: Refused | None = None) -> ErrorDetails | None:
@@ -324,42 +309,14 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
     shown = linecache.getline(frame.filename, line).rstrip("\n")[column - 1 : end] or frame.line or ""
     given = ""
     if refused is not None and refused.sources:
-        given = f"{_word(refused)} is given {', '.join(map(_describe_given, refused.sources))}: "
-    expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands that fit each other"
-    expected = (refused and _operands(refused)) or expected
-    fix = None if refused is None else _fix_of_operands(refused)
+        # The name of an operator has underscores, such as __add__.
+        name = getattr(refused.function, "__name__", "the operation").strip("_")
+        given = f"{name} is given {', '.join(map(_describe_given, refused.sources))}: "
+    expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands of matching shapes"
+    if _is_of_dtypes(error):
+        expected = "operands of dtypes that the operation accepts together, such as floats"
     got = f"`{shown.strip()}`: {given}{_first_line(error)}"
-    return ErrorDetails(f"{key}.forward", got, expected, fix, at=(line, column))
-
-
-def _word(refused: Refused) -> str:
-    """Return the name of a function without the underscores of an operator."""
-    return getattr(refused.function, "__name__", "the operation").strip("_")
-
-
-def _operands(refused: Refused) -> str | None:
-    """Return a description of the operands that a function of torch accepts. Return None for other functions."""
-    floats = {one.dtype for one in refused.sources if one.is_floating_point() or one.is_complex()}
-    if len(floats) > 1:
-        return "operands of one dtype"
-    if _is_of_dtypes(refused.error) and not floats:
-        return "floats"
-    return OPERANDS.get(_word(refused))
-
-
-def _fix_of_operands(refused: Refused) -> str | None:
-    """Return the fix of operands that nearly match, such as a transposed second factor.
-
-    Return None if no fix is known.
-    """
-    sources, dtypes = refused.sources, {one.dtype for one in refused.sources}
-    if _is_of_dtypes(refused.error) and len(sources) == 2 and {torch.float64, torch.float32} == dtypes:
-        return "Leave .double() out, or write .float() after it"
-    if "rows" in OPERANDS.get(_word(refused), "") and len(sources) == 2 and all(one.dim() > 1 for one in sources):
-        first, second = sources
-        if first.shape[-1] == second.shape[-1] and first.shape[-1] != second.shape[-2]:
-            return "Transpose the second: `.transpose(-2, -1)`"
-    return "Use reshape instead" if "Use .reshape" in str(refused.error) else None
+    return ErrorDetails(f"{key}.forward", got, expected, at=(line, column))
 
 
 def _first_line(error: BaseException) -> str:

@@ -409,10 +409,6 @@ def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
             fix = "Write metrics=[accuracy]" if kind == "metric" else "Write objective=[cross_entropy]"
             expected = f"a {kind} of {classes} classes: the targets of this data set are class numbers"
             yield ErrorDetails(f"{key}._target_", target, expected, fix)
-        elif kind == "metric" and is_classification and node.get("num_classes", classes) != classes:
-            got, expected = show(node["num_classes"]), f"{classes}, data.num_classes"
-            if isinstance(node["num_classes"], int):
-                yield ErrorDetails(f"{key}.num_classes", got, expected, "Write num_classes: ${data.num_classes}")
 
 
 def _reads_target(node: Mapping[str, object]) -> bool:

@@ -97,7 +97,7 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
         key = config_key(network, recorder.path_of(network, call.module))
         refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
         detail = _double_error(spec, refused, key, call) or operation_error(error, key, refused)
-        detail = detail or layer_error(error, key, call, refused)
+        detail = detail or layer_error(error, key, call)
         name = forward_name(network)
         if name is not None and detail.key == "model.forward":
             detail = replace(detail, key=f"model.programs.{name}")

@@ -49,7 +49,6 @@ SWITCHES = {
     "accumulation": "`trainer.accumulate_grad_batches` above 1",
     "float8": "`precision=fp8`",
     "half": "a precision that computes in half precision",
-    "frozen_statistics": "`freeze.batch_norm=eval` with a frozen BatchNorm",
 }
 
 

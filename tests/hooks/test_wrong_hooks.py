@@ -92,7 +92,7 @@ def test_subclasses_of_a_strategy_refuse_the_same_hooks(in_tmp: Path, word: str)
 
 
 def test_the_table_has_declared_needs_and_traits() -> None:
-    switches = {"compile", "phases", "accumulation", "float8", "half", "ranks", "frozen_statistics"}
+    switches = {"compile", "phases", "accumulation", "float8", "half", "ranks"}
     assert EXCLUDED.keys() <= NEEDS.keys()
     assert {trait for excluded in EXCLUDED.values() for trait in excluded} <= {*TRAITS, *switches, "module"}
     # A need of hooks may exist that no trait excludes.

@@ -157,7 +157,7 @@ ERRORS = [
     ("monitor=recall/val/multiclassrecall_a;mode=min", "mode", "a higher recall/val/multiclassrecall_a is better"),
     ("metrics.recall.labels=[a,b]", "metrics.recall.labels", "2 labels; expected 3, one for each number"),
     ("monitor=both/val/f1;mode=max", "monitor", "both/val/f1/2"),
-    ("scheduler=plateau;scheduler.monitor=recall/val/a;scheduler.mode=max", "scheduler.monitor", "Did you mean recall/val/"),
+    ("scheduler=plateau;scheduler.monitor=recall/val/a;scheduler.mode=max", "scheduler.monitor", "Did you mean"),
 ]  # fmt: skip
 
 

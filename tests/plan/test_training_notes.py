@@ -72,6 +72,7 @@ def test_a_healthy_run_logs_no_warning(
 
 def test_the_log_of_a_run_has_its_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exp.fit(exp.compose(["+model.layers.last={_target_: torch.nn.Softmax, dim: -1}", "trainer.max_steps=1", "hooks=[]", "logger=[]", "test=false"]))
+    probabilities = "+model.layers.last={_target_: torch.nn.Softmax, dim: -1}"
+    exp.fit(exp.compose([probabilities, "trainer.max_steps=1", "hooks=[]", "logger=[]", "test=false"]))
     (path,) = tmp_path.glob("outputs/**/train.log")
     assert path.read_text().count("model.layers.last is a Softmax") == 1

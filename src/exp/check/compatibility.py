@@ -21,7 +21,6 @@ from torch import optim
 from exp.errors import ErrorDetails, not_supported_with, unsuitable
 from exp.hooks.declarations import NEEDS as HOOK_NEEDS
 from exp.hooks.hook import Hook
-from exp.models.freezing import held_norms
 from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
@@ -75,7 +74,6 @@ NEEDS: Mapping[str, str] = {
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number alone",
     "all_parameters": "an optimizer looks at all parameters together",
-    "new_statistics": "a callback computes BatchNorm's statistics again",
     "whole_weights": "lora replaces a layer's weight by a sum",
     "other_parameters": "freeze.unfreeze changes which parameters learn",
     "whole_module": "a LightningModule of the user runs its own training_step",
@@ -108,7 +106,6 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
     "fixed_weights": (*_SHARDS, "splits_layers"),
     "whole_tensors": _SHARDS,
     "all_parameters": ("splits_layers",),
-    "new_statistics": ("frozen_statistics",),
     "whole_weights": (
         "splits_tensors",
         "splits_layers",
@@ -138,7 +135,6 @@ REASONS: Mapping[str, str] = {
     "accumulation": "an optimizer step takes the gradients of several micro-batches",
     "float8": "layers in float8 know neither torch.func.vmap nor weights that are sums",
     "half": "it computes in half precision",
-    "frozen_statistics": "frozen statistics do not change",
 }
 
 
@@ -195,7 +191,6 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
         "compile": (settings.runtime.compile, "runtime.compile=true"),
         "phases": (settings.phases, "phases"),
         "module": (settings.module, "module"),
-        "frozen_statistics": (held_norms(planned.network), "freeze.batch_norm=eval"),
         "accumulation": (count > 1, f"trainer.accumulate_grad_batches={count}"),
     }
     return found | {name: override for name, (is_set, override) in switches.items() if is_set}
@@ -289,7 +284,6 @@ def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
     needs = {
         "whole_average": averages_weights(kind) or is_copying,
         "module_copy": is_copying,
-        "new_statistics": issubclass(kind, callbacks.StochasticWeightAveraging),
         "fixed_weights": issubclass(kind, REPLACING),
     }
     fix = "callbacks=[ema] averages parts, too, except those of a pipeline"

@@ -25,11 +25,6 @@ from exp.spelling import among
 BATCH = 2
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-POOLS = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.LPPool1d, nn.LPPool2d,
-    nn.LPPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
-)  # fmt: skip
 # Attentions inside torch's encoder and decoder layers. In these layers, the parameter for the width is d_model.
 ATTENTIONS = ("self_attn", "multihead_attn")
 AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
@@ -75,7 +70,6 @@ INPUTS: Mapping[tuple[type[nn.Module], ...], tuple[Input, ...]] = {
         Input("a first input [B, ..., {in1_features}]", "in1_features"),
         Input("a second input [B, ..., {in2_features}]", "in2_features"),
     ),
-    POOLS: (Input("floats [B, C, {axes}]"),),
 }
 @dataclass(frozen=True, kw_only=True)
 class Demand:
@@ -205,7 +199,8 @@ def _is_of_dtypes(error: BaseException) -> bool:
 
 
 def _inputs(module: nn.Module) -> tuple[Input, ...]:
-    return next((inputs for classes, inputs in INPUTS.items() if isinstance(module, classes)), ())
+    others = (Input("floats [B, C, {axes}]"),) if _axes_of(module) else ()  # such as a pooling
+    return next((inputs for classes, inputs in INPUTS.items() if isinstance(module, classes)), others)
 
 
 def _text(one: Input, module: nn.Module) -> str:

@@ -98,8 +98,7 @@ def describe_type(annotation: object, default: object = EMPTY) -> str:
 
 def _describe_union(arguments: tuple[Any, ...]) -> str:
     arguments = _without_tensors(arguments)
-    plain = [kind for kind in arguments if not _is_object(kind)] or list(arguments)
-    kinds = [describe_type(kind) for kind in plain if kind is not type(None)]
+    kinds = [describe_type(kind) for kind in arguments if kind is not type(None)]
     if WORDS[float] in kinds and WORDS[int] in kinds:
         kinds.remove(WORDS[int])
     if type(None) in arguments:
@@ -259,21 +258,6 @@ def _is_dtype(name: str) -> bool:
     import torch
 
     return isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
-
-
-def _is_object(annotation: object) -> bool:
-    """Return whether only a node with a `_target_` can have this type, and no plain value can."""
-    base = typing.get_origin(annotation) or annotation
-    if base is typing.Annotated or _is_union(base):
-        return all(_is_object(kind) for kind in typing.get_args(annotation)[: 1 if base is typing.Annotated else None])
-    return (
-        inspect.isclass(base)
-        and base not in WORDS
-        and base not in SEQUENCES
-        and base not in MAPPINGS
-        and _name_of(base) not in TORCHS
-        and not (issubclass(base, enum.Enum | os.PathLike))
-    )
 
 
 def _without_tensors(kinds: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,10 +31,6 @@ from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
 from exp.spelling import among, find_nearest, show
 
-# Matches messages about a whole package, as opposed to messages about a class in it.
-OF_PACKAGE = re.compile(r"outside the allowed packages|: importing \S+ failed|: no module ")
-# Matches a dotted name in a message. Group 1 is its package.
-NAMED = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+)+)")
 HYDRAS_OWN = {
     "_args_": "a list",
     "_convert_": "nothing: values arrive as plain dicts and lists",
@@ -60,16 +55,7 @@ def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bo
         errors += node_errors(key, node, place=place, allow=allow, has_module=has_module)
         for index, name in enumerate(_positional_names(node, place, allow=allow)):
             places[f"{key}._args_.{index}"] = f"{place}.{name}"
-    return _each_once(errors)
-
-
-def _each_once(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors, but only one error per package that is not allowed or cannot be imported."""
-    first: dict[object, ErrorDetails] = {}
-    for error in errors:
-        is_of_package = OF_PACKAGE.search(error.got) is not None
-        first.setdefault(NAMED.sub(r"\1", error.got) if is_of_package else error, error)
-    return list(first.values())
+    return errors
 
 
 def _positional_names(node: dict[str, Any], place: str, *, allow: Sequence[str]) -> tuple[str, ...]:

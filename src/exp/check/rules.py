@@ -314,7 +314,6 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
     """Yield the errors of validation intervals that make Lightning fail in the first epoch."""
     every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
     target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
-    limit = values["trainer.limit_train_batches"]
     if values["train"] is not True:
         return
     if every is None and str(target).endswith(".ReduceLROnPlateau") and _stage(monitor) == "val":
@@ -326,11 +325,6 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
         expected = "an integer number of batches, counted over all epochs"
         because = "a share of an epoch, with trainer.check_val_every_n_epoch=null"
         yield invalid_value("trainer.val_check_interval", interval, expected, because=because)
-    counts = all(isinstance(value, int) and not isinstance(value, bool) for value in (interval, limit))
-    if every not in (None, UNKNOWN) and counts and 0 < limit < interval:
-        fix = "Add trainer.check_val_every_n_epoch=null to count the batches over all epochs"
-        because = f"more than the {limit} batches of an epoch that trainer.limit_train_batches leaves"
-        yield unsuitable("trainer.val_check_interval", interval, because, f"at most {limit}", fix)
 
 
 def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:

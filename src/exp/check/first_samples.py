@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from exp.check.input_errors import describe_value
 from exp.check.metric_errors import fit_errors, monitor_errors
 from exp.check.rules import monitored_tags
-from exp.check.shapes import objectives_by_forward
+from exp.check.shapes import CLASSES_LAST, CLASSES_ON_AXIS_1, objectives_by_forward
 from exp.check.stages import locate_errors, unique_errors
 from exp.data.data_errors import SampleError
 from exp.data.entries import inputs_in
@@ -25,7 +25,7 @@ from exp.engine.forward import forward_by_name, named_values
 from exp.errors import LIBRARIES, REFUSALS, ConfigError, ErrorDetails, RunError, one_line, unsuitable
 from exp.models.forward_trace import ForwardTrace
 from exp.nested import map_tensors, named_parts, tensors_in
-from exp.objectives.loss_inputs import Values, pick
+from exp.objectives.loss_inputs import Values, classes_fix, pick
 from exp.objectives.objective import Objective, Term
 from exp.shared_types import DataSpec, Stage
 from exp.spelling import among, did_you_mean, show
@@ -79,11 +79,6 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         if decided.own is not None or settings.predict:
             return data.notes
         at_work = {"train": settings.train, "val": settings.train or settings.validate, "test": settings.test}
-        if data.rounded:
-            notes.append(
-                f"{' and '.join(data.rounded)} of the samples come in float64 and are given to the network in float32; "
-                "precision=fp64 keeps them, with a network in float64"
-            )
         for stage in (stage for stage in data.stages if at_work[stage]):
             errors += _stage_errors(decided, stage, notes, entries)
     except ConfigError as error:
@@ -295,9 +290,7 @@ def _describe_values(values: Mapping[str, object], term: Term) -> tuple[str, str
     if term.inputs is not None:
         return ", ".join(f"{one} {describe_value(pick(values, name, one))}" for one, name in term.inputs.items()), None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")
-    fix = "Give class numbers as int64" if target.dim() < output.dim() else None
-    if target.dim() > 1 and target.shape[-1] == 1 and target.shape[:-1] == output.shape[:1]:
-        fix = "Drop the target's last axis of 1"
-    elif target.shape == output.shape and not target.is_floating_point():
-        fix = "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
+    fix = None
+    if isinstance(term.loss, CLASSES_LAST + CLASSES_ON_AXIS_1):
+        fix = "Give class numbers as int64" if target.dim() < output.dim() else classes_fix(output, target)
     return f"{describe_value(target)} for outputs {describe_value(output)}", fix

@@ -71,6 +71,8 @@ INPUTS: Mapping[tuple[type[nn.Module], ...], tuple[Input, ...]] = {
         Input("a second input [B, ..., {in2_features}]", "in2_features"),
     ),
 }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demand:
     """The input that a layer expects.

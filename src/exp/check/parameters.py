@@ -31,12 +31,6 @@ from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
 from exp.spelling import among, find_nearest, show
 
-HYDRAS_OWN = {
-    "_args_": "a list",
-    "_convert_": "nothing: values arrive as plain dicts and lists",
-    "_recursive_": "nothing: inner nodes are always built first",
-}
-
 
 def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:
     """Return the errors of every node with a `_target_`: errors of the target's name, and then of its parameters.
@@ -114,7 +108,7 @@ def _parameter_errors(
 ) -> Iterator[ErrorDetails]:
     """Yield the errors of the values in a node."""
     yield from _hydra_errors(key, node)
-    given = [name for name in node if name not in RESERVED_IN_NODE and name not in HYDRAS_OWN]
+    given = [name for name in node if name not in RESERVED_IN_NODE]
     signature = _without_inferred_size(target, signature_of(target), given, node)
     yield from _unknown_errors(key, node, given, signature, slot)
     yield from _missing_errors(key, node, given, signature, slot, target)
@@ -179,11 +173,9 @@ def _without_inferred_size(target: object, signature: Signature, given: list[str
 
 
 def _hydra_errors(key: str, node: dict[str, Any]) -> Iterator[ErrorDetails]:
-    for name, expected in HYDRAS_OWN.items():
-        if name in node and not (name == "_args_" and isinstance(node[name], list)):
-            yield ErrorDetails(f"{key}.{name}", "a key of Hydra's instantiate", expected, "Leave it out")
-    if "_partial_" in node and not isinstance(node["_partial_"], bool) and node["_partial_"] is not UNKNOWN:
-        yield value_error(f"{key}._partial_", node["_partial_"], expected="true or false")
+    for name, kind, expected in (("_args_", list, "a list"), ("_partial_", bool, "true or false")):
+        if name in node and not isinstance(node[name], kind) and node[name] is not UNKNOWN:
+            yield value_error(f"{key}.{name}", node[name], expected=expected)
 
 
 def _unknown_errors(

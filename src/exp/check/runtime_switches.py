@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.optim import LBFGS
 
-from exp.errors import ErrorDetails, not_supported_with, unknown_word, unsuitable
+from exp.errors import ErrorDetails, not_supported_with, unknown_word
 from exp.shared_types import DataSpec
 from exp.strategies.strategy import Blueprint
-
-# Compilers that inductor searches on a machine without a GPU, if the environment variable CXX names none.
-COMPILERS = ("g++", "clang++", "c++", "cl", "icpx")
 
 
 def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
@@ -62,11 +57,6 @@ def compile_errors(
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         yield unknown_word("runtime.compile_backend", backend, known)
-    named = os.environ["CXX"].split()[:1] if os.environ.get("CXX") else []
-    if backend == "inductor" and accelerator == "cpu" and not any(map(shutil.which, (*named, *COMPILERS))):
-        expected = f"one of {', '.join(COMPILERS[:3])} on the path: on CPU inductor writes C++"
-        because, fix = "on a machine without a C++ compiler", "Install g++, or write runtime.compile=false"
-        yield unsuitable("runtime.compile_backend", "inductor", because, expected, fix)
     if mode is not None and (backend != "inductor" or accelerator != "cuda"):
         expected = "null, or the backend inductor on a CUDA device: modes choose its kernels and CUDA graphs"
         fix = "Write runtime.compile_mode=null"

@@ -90,7 +90,7 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
     if output.dim() < 2 or output.shape[:-1] != target.shape:
         raise RunError(
             f"{name} reads classes from the last axis: the output is {list(output.shape)}, so that the target must be "
-            f"{list(output.shape[:-1])}; it is {list(target.shape)}. {_classes_fix(output, target)}"
+            f"{list(output.shape[:-1])}; it is {list(target.shape)}. {classes_fix(output, target)}"
         )
     if target.is_floating_point():
         raise RunError(
@@ -107,7 +107,8 @@ def _elementwise_fix(output: Tensor, target: Tensor) -> str:
     return f"The model's last layer must give {target.shape[-1] if target.dim() > 1 else 1} numbers for a sample"
 
 
-def _classes_fix(output: Tensor, target: Tensor) -> str:
+def classes_fix(output: Tensor, target: Tensor) -> str:
+    """Return the fix of a target that does not match the scores of the classes."""
     if target.shape == (*output.shape[:-1], 1):
         return "Drop the target's last axis of 1"
     if target.shape == output.shape and not target.is_floating_point():

@@ -289,7 +289,7 @@ def print_turns(turns: Sequence[Mapping[str, Cost]], bases: Sequence[str]) -> No
         bases: programs with which the others are compared
     """
     bases = [base for base in bases if base in turns[0]]
-    letters = "".join(f"{'times faster than ' + TITLES[base][:3]:>23}" for base in bases)
+    letters = "".join(f"{'times as fast as ' + TITLES[base][:3]:>23}" for base in bases)
     print(f"{'':44}{'wall, s':>9}{'processor, s':>14}{'training, s':>13}{'mean loss':>11}{letters}")
     for name in turns[0]:
         own = [turn[name] for turn in turns]

@@ -206,7 +206,7 @@ def test_a_step_unscales_gradients_once() -> None:
 
 
 def steps_of_a_rank(rank: Any) -> list[list[tuple[bool, float, float]]]:
-    """Return for each case of CASES the results of two steps: is it skipped, the scale and the weight after it.
+    """Return (skipped, scale, weight) after each of two steps, for each case of CASES.
 
     Each rank has a part of one model. Rank 0 has a gradient, no gradient, or no trained parameter.
     """

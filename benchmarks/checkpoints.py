@@ -60,7 +60,7 @@ def measure(*, saves: int, batch_size: int, is_threaded: bool) -> tuple[Times, T
         exp.fit(exp.compose(words))
     times = loop_clock.StepTimes.times
     steps, costs = [], []
-    # Each save comes before the first step of a period; the first period has none.
+    # A save is made before the first step of each 8 steps, except the first 8.
     for start in range(EVERY, len(times) - EVERY + 1, EVERY):
         period = list(zip(*times[start : start + EVERY], strict=True))
         steps.append([statistics.median(clock[-QUIET:]) for clock in period])

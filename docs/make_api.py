@@ -30,7 +30,7 @@ TARGET = re.compile(r"_target_: *(exp\.[\w.]+)")
 # Header of a section in a Google-style docstring, and an item of a section.
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Shape|Yields):")
 ITEM = re.compile(r" {4}(\w+(?:, \w+)*): +(.*)")
-# `name: meaning` at the beginning of a line of a docstring without sections.
+# `name: meaning` at the start of a line in a docstring without sections.
 NAMED = re.compile(r"^(\w+(?:, \w+)*): +(.*)$")
 
 
@@ -85,7 +85,7 @@ def _entry(name: str, found: object, where: str = "") -> Iterator[str]:
 
 
 def _prose(found: object) -> Iterator[str]:
-    """Yield a docstring in Markdown: its paragraphs, and lists of parameters and exceptions."""
+    """Yield the docstring of an object in Markdown, with lists of parameters and exceptions."""
     own = vars(found).get("__doc__") if inspect.isclass(found) else inspect.getdoc(found)
     rows: list[str] = []
     section = ""
@@ -111,7 +111,7 @@ def _prose(found: object) -> Iterator[str]:
 
 
 def _signature(found: object) -> str:
-    """Return the signature without `self`. A long one has a line for each parameter."""
+    """Return the signature without `self`, with one line per parameter if it is long."""
     if not callable(found):
         return ""
     signature = inspect.signature(found)

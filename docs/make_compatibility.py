@@ -68,7 +68,7 @@ def _strategies() -> Iterator[str]:
 
 
 def _meanings() -> dict[str, str]:
-    """Return the meaning of each trait in the docstring of Strategy."""
+    """Return the meaning of each trait, read from the docstring of Strategy."""
     said = re.findall(r"^ *(\w+): (.+(?:\n {4,}(?!\w+: ).+)*)", inspect.cleandoc(Strategy.__doc__), re.MULTILINE)
     lines = {trait: " ".join(meaning.split()).removesuffix(".") for trait, meaning in said}
     return {trait: lines[trait] for trait in TRAITS}

@@ -22,7 +22,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def imported(name: str) -> ModuleType:
-    """Return the module docs/NAME.py."""
+    """Import and return the module docs/NAME.py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec
     assert spec.loader
@@ -42,7 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Replace links to files outside docs/ by their words, and drop file names from code blocks."""
+    """Replace links to files outside docs/ by their text, and remove file names from code blocks."""
     docs = ROOT / "docs"
     place = (docs / page.file.src_uri).parent
     # index.md is README.md, and its links are relative to the repository's root.

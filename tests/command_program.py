@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 
 class ForkedRank:
-    """A forked child of this process with the methods of subprocess.Popen that exp.launch.supervision calls."""
+    """Forked child of this process, with the methods of subprocess.Popen that exp.launch.supervision calls."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -83,7 +83,7 @@ def share_server() -> None:
 
 
 def live(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> NoReturn:
-    """Do what `python -P -u -m MODULE ...` would do, in a new session with the given environment."""
+    """Run `python -P -u -m MODULE ...` in this process, in a new session with the given environment."""
     try:
         os.setsid()
         for signum in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the two suites, networks of conf/model, real ranks, and commands in forked processes."""
+"""Fixtures of all tests: fast and slow suite, networks of conf/model, real ranks, and commands in forked processes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from exp.models.inference import example_inputs, materialise
 from exp.shared_types import DataSpec
 from exp.sweeps.job import MODULES
 
-# The garbage collector does not search the imported modules again: an eighth of the suite's time.
+# Garbage collection skips the imported modules, which saves an eighth of the suite's time.
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
-# A shell starts background jobs, and nohup its command, with these signals ignored, which every child would inherit.
+# Shells start background jobs with these signals ignored, and so does nohup. Child processes would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Tests change the working directory.
+# An absolute path, because tests change the working directory.
 EXTRAS = Path(exp.__file__).resolve().parent / "extras"
-# Users may remove each of these folders. Any other name in a test is a mistake, which must not skip the test.
+# Users may remove these folders. A test with another name of a folder fails, because the name is a mistake.
 EXTRAS_NAMES = frozenset({
     "audit", "clusters", "dashboard", "debugging", "deepspeed", "doctor", "evaluation", "export", "finders", "gallery",
     "hf", "mlflow", "report", "research", "schema", "serve", "survey", "wandb",
@@ -220,7 +220,7 @@ def without_waiting() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return context
 
 
-# The script that pip writes for an entry of [project.scripts].
+# Script that pip writes for an entry of [project.scripts].
 SCRIPT = """#!{python}
 import re
 import sys
@@ -245,7 +245,7 @@ def scripts(tmp_path_factory) -> Path:
 
 
 def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> BaseProcess:
-    """Start a process that runs a program with the global SETTINGS, forked from the server of runs or of ranks."""
+    """Fork a process from the server RUNS or RANKS, which runs a program with the global SETTINGS."""
     # The target must be importable in the other process, and modules of the tests are not.
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=runpy.run_path, args=(str(program), {"SETTINGS": dict(settings)}, "__main__"))
@@ -258,12 +258,12 @@ def forked(program: Path, settings: Mapping[str, object], *, of_ranks: bool) -> 
 
 @pytest.fixture(scope="session")
 def fork() -> Callable[..., BaseProcess]:
-    """The function `forked`, for the conftest.py of the folders."""
+    """The function `forked`, for the conftest.py files in the folders."""
     return forked
 
 
 def build(name: str, *overrides: str, spec: DataSpec = DIGITS, device: str = "cpu") -> nn.Module:
-    """Return the network of conf/model/<name>.yaml for data of a spec, with dotted overrides."""
+    """Return the network of conf/model/<name>.yaml with overrides, for data with the given spec."""
     data = {
         "input_shape": list(spec.input_shape),
         "input_dtype": spec.input_dtype,
@@ -443,7 +443,7 @@ class Commands:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that was started."""
+    """Started command."""
 
     process: BaseProcess
     arguments: tuple[str, ...]

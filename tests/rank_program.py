@@ -22,7 +22,7 @@ def main(settings: dict[str, Any]) -> None:
     from exp.strategies.rank import Rank
 
     torch.set_num_threads(1)
-    gc.freeze()  # as exp's ranks do: a collection would copy the memory of all imported modules
+    gc.freeze()  # as in exp's ranks: a collection would copy the memory of all imported modules
     rank = Rank(
         global_rank=settings["rank"],
         local_rank=settings["rank"],

@@ -25,7 +25,7 @@ class Counter:
 
     def __init__(self, *, at: int, error: int, record: int, below: str) -> None:
         self.at, self.error, self.record, self.below = at, error, record, below
-        # Shared with forked processes.
+        # Forked processes share this counter.
         self.count = multiprocessing.get_context("fork").Value("i")
 
     def __call__(self, kind: str, path: Any) -> None:

@@ -107,7 +107,7 @@ def with_config(*keys: str, attributes: str = ""):
 
 # Further keys of git are in tests/config/test_revision.py.
 def with_git_file(folder: Path) -> None:
-    """Make .git a file that names the folder with the traps."""
+    """Replace .git by a file with the path of the folder with the traps."""
     with_config("core.fsmonitor", "diff.external")(folder)
     (folder / ".git").rename(folder / "innocent")
     (folder / ".git").write_text("gitdir: innocent\n")
@@ -241,7 +241,7 @@ def with_linked_checkpoints(folder: Path) -> None:
 
 
 def with_archive(folder: Path) -> None:
-    """Write archives of objects whose entries lie outside the archive."""
+    """Write pickled objects to a .npy file and to an .npz file, which has entries with paths outside the archive."""
     content = io.BytesIO()
     np.save(content, np.array([Evil(folder.parent / "canary")], dtype=object), allow_pickle=True)
     with zipfile.ZipFile(folder / "data.npz", "w") as file:

@@ -138,7 +138,7 @@ def wait(command: Any, directory: Path, reference: Unbroken, *, draws: random.Ra
 
 
 def kill(command: Any, draws: random.Random) -> bool:
-    """Kill the command or one of its ranks, and wait for all of them. Return False if the run had completed."""
+    """Kill the command or one of its ranks, and wait for all processes; return False if the run was complete."""
     try:
         process = psutil.Process(command.process.pid)
         tree = [process, *process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that exp replaces are refused; others work."""
+"""Callbacks of Lightning that exp replaces are refused, and other callbacks work."""
 
 from __future__ import annotations
 

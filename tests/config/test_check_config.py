@@ -1,4 +1,4 @@
-"""The check of whole configs: every option passes, no edit raises, and each error names its file."""
+"""The check of whole configs: every option passes, edits never raise other exceptions, and errors have a file."""
 
 import copy
 import shutil
@@ -49,7 +49,7 @@ if "tokenizers" in NEEDS:
 
 
 def chosen(**groups: str) -> list[str]:
-    """Return commands that choose options of several groups, each option at least once."""
+    """Return commands that together select each option of several groups at least once."""
     names = {group: [name for name in options(group) if name not in NEEDS] for group in groups}
     count = max(map(len, names.values()))
     return [

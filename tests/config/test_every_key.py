@@ -35,7 +35,7 @@ DELETED = object()
 
 
 def composed(name):
-    """Return a composed config as plain data, and all its keys with their values."""
+    """Return a composed config as plain data, and the paths of all keys with their values."""
     plain = OmegaConf.to_container(exp.compose(WORDS[name]), resolve=False)
     del plain[COMPOSITION]
     return plain, list(items_below(plain, ()))

@@ -83,7 +83,7 @@ def test_a_worker_imports_no_unnamed_module(folder):
 
 @pytest.fixture
 def frozen(tmp_path, monkeypatch):
-    """A run directory whose config allows a package that creates a file when it is imported."""
+    """A run directory with a config that allows a package, which creates a file when it is imported."""
     monkeypatch.chdir(tmp_path)
     installed = tmp_path / "installed"
     installed.mkdir()
@@ -114,7 +114,7 @@ def test_a_worker_ignores_the_allow_list(frozen, tmp_path, allow):
 
 
 def test_a_worker_trusts_its_own_command(frozen, tmp_path):
-    # The network has no parameters.
+    # Building fails after the import, because the network has no parameters.
     with pytest.raises((ConfigError, RuntimeError, TypeError, ValueError)):
         work(ALONE, directory=frozen, resume=None, allow=("tracer_of_worker",))
     assert (tmp_path / "ran").exists()

@@ -53,7 +53,7 @@ def test_targets_of_plugins_are_registered():
 
 
 def test_int_in_an_override_takes_no_fraction():
-    """Hydra 1.3.8 makes 16 of 16.5 without a warning."""
+    """Hydra 1.3.8 converts 16.5 to 16 without a warning."""
     assert OverridesParser.create().parse_override("seed=int(16.5)").value() == 16
     with pytest.raises(HydraException, match=r"16\.5 is not an integer"):
         parse_override("seed=int(16.5)")

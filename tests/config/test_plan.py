@@ -1,4 +1,4 @@
-"""The plan is made once per process, from a config that it does not change, with one forward pass without memory."""
+"""The plan is made once per process with one forward pass on the meta device, and does not change the config."""
 
 from __future__ import annotations
 

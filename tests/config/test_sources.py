@@ -1,4 +1,4 @@
-"""The file and line that set a key."""
+"""The file and line that sets a key."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""exp.doctor on working and broken installations, and on machines whose GPUs torch cannot use."""
+"""exp.doctor on working and broken installations, and on machines with GPUs that torch cannot use."""
 
 import importlib.metadata
 import os

@@ -82,7 +82,7 @@ def elsewhere(fork: Callable[..., BaseProcess]) -> Iterator[Elsewhere]:
 
 @pytest.fixture
 def logged() -> Callable[..., dict[tuple[str, int], float]]:
-    """Return a function that reads a run's values by (tag, step), and checks that values logged twice are equal."""
+    """A function that reads the values of a run by (tag, step), and asserts that values logged twice are equal."""
 
     def read(directory: Path, *, rank: int = 0) -> dict[tuple[str, int], float]:
         found: dict[tuple[str, int], float] = {}

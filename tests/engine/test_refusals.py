@@ -1,4 +1,4 @@
-"""Settings of a run that the check refuses, with one message for each wrong key."""
+"""Settings of a run that the check refuses, with one error per wrong key."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_factor_changed_before_backward_is_an_error() -> None:
 
 
 def test_the_progressive_schedule_is_that_of_the_paper() -> None:
-    # 2 / (1 + exp(-10 p)) - 1 at p = 0, 0.1, 0.5, 1, by hand to 6 digits.
+    # Values of 2 / (1 + exp(-10 p)) - 1 for p = 0, 0.1, 0.5, 1, computed by hand to 6 digits.
     found = [round(progressive_weight(p), 6) for p in (0.0, 0.1, 0.5, 1.0)]
     assert found == [0.0, 0.462117, 0.986614, 0.999909]
     assert progressive_weight(1e5) == 1.0
@@ -135,7 +135,7 @@ def test_norms_of_half_precision_do_not_overflow() -> None:
     assert torch.equal(gradient, given)
     (gradient,) = torch.autograd.grad(clip_gradient_by_norm(value, torch.tensor(300.0)), value, given)
     assert gradient.double().norm().item() == pytest.approx(300.0, rel=1e-3)
-    # Under a loss scale, a limit may exceed the range of float16.
+    # With a loss scale, a limit may exceed the range of float16.
     (gradient,) = torch.autograd.grad(clip_gradient_by_value(value, torch.tensor(1e6)), value, given)
     assert torch.equal(gradient, given)
 

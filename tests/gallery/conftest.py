@@ -147,7 +147,7 @@ def gallery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gallery:
 
 @pytest.fixture(scope="session")
 def hand() -> Any:
-    """Return this module, whose functions the tests call; their folder is not on the path."""
+    """This module, so that tests can call its functions; its folder is not on the import path."""
     import sys
 
     return sys.modules[__name__]

@@ -60,8 +60,8 @@ def test_gradient_penalty_parameters(gallery: Any) -> None:
 
 @pytest.mark.slow
 def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
-    """Three steps in float16 with a loss scale of 1024 change the weights as in float64 without a scale, to 1 percent.
-    Without the penalty the change differs by more than 5 percent.
+    """The change of the weights by three steps in float16 with a loss scale of 1024 equals that in float64 to 1
+    percent. Without the penalty the change differs by more than 5 percent.
     """
     network = Perceptron()
     start = {name: value.double() for name, value in network.state_dict().items()}
@@ -76,7 +76,7 @@ def test_gradient_penalty_scaled(gallery: Any, hand: Any) -> None:
     assert ran.metrics["precision/skipped_steps"] == 0
 
     def away(weight: float) -> float:
-        """Return the distance of the run from a loop by hand, as a share of the change by the loop."""
+        """Return the difference between the weights of the run and of a loop, divided by the change in the loop."""
         network.load_state_dict(start)
         batches = gallery.batches("gradient_penalty_scaled", *DOUBLE)
         hand.by_hand(network.double(), batches, loss=lambda *given: of_the_notes(*given, weight=weight))

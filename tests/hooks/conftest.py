@@ -28,7 +28,7 @@ TRAIN_ONLY = [
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A finished run."""
+    """Completed run."""
 
     directory: Path
 

@@ -1,4 +1,4 @@
-"""A layer and a term that use torch.func, for the tests of the hooks."""
+"""Layer and term that use torch.func, for the tests of hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All hooks together: they change no bit of a run, and several ranks log what one process logs."""
+"""All hooks together do not change the results of a run by a bit, and several ranks log the values of one process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ FP16 = ["precision=fp16", "precision.scaler.init_scale=65536.0"]
 
 
 def by_hand(network: nn.Module, batches: Any, micro: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return the values of each step by tag, and the gradients of the modules' outputs in the first step."""
+    """Return the values of each step by tag, and the gradients of all module outputs in the first step."""
     parameters = dict(network.named_parameters())
     outputs: dict[str, list[torch.Tensor]] = {}
 

@@ -28,7 +28,7 @@ counted = pytest.mark.skipif(not HOST.can_restart, reason="only Linux can reset 
 
 @pytest.fixture
 def measure(step):
-    """A function that measures one step of a network, in bytes by part."""
+    """A function that measures one step of a network, and returns the bytes of each part."""
 
     def run(net, optimizer, inputs, hook=None, *, micro_batches: int = 1) -> dict[str, int]:
         hook, now = hook or Memory(), step(net, optimizers=[optimizer])

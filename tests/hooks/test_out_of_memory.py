@@ -81,7 +81,7 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
     ):
         assert words in report.error["message"]
 
-    # 64-256-128-10 with GELU, which keeps its input. Nothing after the third layer was computed.
+    # The network is 64-256-128-10 with GELU, which keeps its input. It fails at its second activation.
     rows = table_of("run")
     assert rows["hidden"] == mib(4 * 256 * 65, 0, 0, 4 * 32 * 64)
     assert rows["activation"] == mib(0, 0, 0, 4 * 32 * 256)
@@ -97,7 +97,7 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
 def test_a_later_step_reports_the_last_measured_one():
     assert main([*RUN, HERE, "hooks=[memory]", "hooks.memory.every_n_steps=50", layer(3)]) == 1
     rows = table_of("run")
-    # A whole forward, with the scores and classes of the objective.
+    # The measured step has a whole forward, with scores and classes in the objective.
     assert rows["activation2"] == mib(0, 0, 0, 4 * 32 * 128)
     assert "(objective)" in rows
     # Two moments of AdamW.

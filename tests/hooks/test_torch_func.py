@@ -45,7 +45,7 @@ def test_tensors_saved_within_a_transform_do_not_count() -> None:
     disabling = torch.autograd.graph.disable_saved_tensors_hooks
     with SavedTensors(nn.ModuleList([layer, head]), (), lambda kept, failed: reports.append(kept)):
         inner = layer(x)
-        # Nested transforms, after which the hooks are active again.
+        # The hooks are active again after nested transforms.
         torch.func.jacrev(torch.func.grad(lambda one: one.sin().sum()))(x[0])
         loss = head(inner).exp().sum()
     assert torch.autograd.graph.disable_saved_tensors_hooks is disabling

@@ -181,7 +181,7 @@ def text_of(name: str) -> str:
 def test_file_names_are_unique_and_specific():
     drawers = {"utils", "common", "misc", "helpers", "manager", "util", "helper"}
     assert [path for path in SOURCES if path.stem in drawers] == []
-    # `python -m exp.NAME` starts NAME.py of exp, which starts NAME.py of cli/ or extras/.
+    # `python -m exp.NAME` runs src/exp/NAME.py, which runs NAME.py of cli/ or extras/.
     starters = [path for path in SOURCES if "exp.cli.dispatch" in imports(path) or path.stem == "__init__"]
     names = collections.Counter(path.stem for path in SOURCES if path not in starters and path.stem != "__main__")
     assert len(several := [name for name, count in names.items() if count > 1]) <= 5, several

@@ -146,7 +146,7 @@ def test_a_rank_of_a_pipeline_calls_its_own_operators() -> None:
     run = ("model=lenet", "data.batch_size=64")
     alone = planned(*run, "device=1xA100", "strategy=single").time
     piped = planned(*run, "device=2xA100", "strategy=pipeline", "strategy.microbatches=8").time
-    # Half of the operators, eight times, and while one micro-batch fills the pipeline it waits.
+    # A rank calls half of the operators for each of 8 micro-batches, and waits for the time of one micro-batch.
     assert piped.overhead == pytest.approx(alone.overhead / 2 * 9)
     assert piped.flops == pytest.approx(alone.flops / 2)
 
@@ -238,7 +238,7 @@ def test_unknown_figures_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("your training_step" in note for note in lit.notes)
     branching = planned("model=branching", "launch.accelerator=cpu")
     assert any("taken as 1" in note for note in branching.notes)
-    # The input of the layer, and for the product its output; the factor 2 keeps nothing.
+    # The layer keeps its input, and the product keeps the output of the layer.
     assert branching.places[0].activations >= 4 * 64 * (64 + 10)
     numbers = planned("model=numbers", "launch.accelerator=cpu")
     assert numbers.places[0].activations is None
@@ -278,7 +278,7 @@ def test_a_search_takes_the_fewest_micro_batches(capsys: pytest.CaptureFixture[s
     command = capsys.readouterr().out.splitlines()[-1]
     assert command.startswith("python -m exp.train model=resnet strategy=")
     assert planned(*shlex.split(command)[3:], "device=2xH100").places[0].total == fitting[0].total
-    # Half as many micro-batches of ddp do not fit.
+    # With ddp, a batch twice as large does not fit.
     precision = f"precision={ways['strategy=ddp']['precision']}"
     words = ["model=resnet", "device=2xH100", "strategy=ddp", precision, f"data.batch_size={2 * batch}"]
     assert planned(*words).places[0].total > limit

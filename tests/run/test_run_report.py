@@ -72,7 +72,7 @@ def test_markdown_names_the_error_and_the_metrics(tmp_path):
     assert text.startswith("# failed")
     assert "no space" in text
     assert "| loss/val |        0.5 |" in text
-    assert "python -m exp.dashboard ." in text  # in the directory of the run
+    assert "python -m exp.dashboard ." in text  # valid in the run directory
 
 
 def test_a_directory_without_a_report_is_an_error(tmp_path):

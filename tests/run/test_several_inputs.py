@@ -1,4 +1,4 @@
-"""Networks with several named inputs train in one process and over ranks, and resume exactly."""
+"""Networks with several named inputs train in one process and on several ranks, and resume exactly."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SMALL = ("debug=one_batch", "trainer.enable_progress_bar=false")
 
 
 def in_a_terminal(*overrides: str) -> tuple[subprocess.Popen, int]:
-    """Start a run in the foreground of a new terminal, and return it with the other end of the terminal."""
+    """Start a run in the foreground of a new terminal, and return the process and the other end of the terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "exp.train", *overrides],

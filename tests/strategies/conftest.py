@@ -10,7 +10,7 @@ import torch
 
 # A transformer with 4,922 parameters.
 MODEL = ("model=transformer", "model.constants.width=16", "model.constants.hidden=32")
-# SGD: AdamW turns the rounding error of a gradient near zero into a whole step. FSDP has no fused optimizer.
+# SGD, because AdamW turns the rounding error of a gradient near zero into a whole step. FSDP has no fused optimizer.
 # Batches of 505 samples do not divide by 2 or 4, and the third batch of an epoch has 248.
 SETTINGS = (
     *("precision=fp64", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.fused=false"),
@@ -24,7 +24,7 @@ NOT_COMPARED = ("memory/", "throughput/", "gradients/update_ratio/")
 
 
 def same_run(one: Any, other: Any, *, tolerance: float = 1e-10) -> None:
-    """Raise AssertionError unless two runs have the same values, weights and optimizer state.
+    """Assert that two runs have the same values, weights and optimizer state.
 
     Values are losses, norms of gradients, metrics of every stage and learning rates. Weights and momenta may differ
     by a hundred times the tolerance.
@@ -37,7 +37,7 @@ def same_run(one: Any, other: Any, *, tolerance: float = 1e-10) -> None:
 
 
 def same_state(one: Any, other: Any, *, tolerance: float = 1e-8) -> None:
-    """Raise AssertionError unless the last checkpoints of two runs have the same weights, averages and state."""
+    """Assert that the last checkpoints of two runs have the same weights, averages and state."""
     expected, saved = one.checkpoint(), other.checkpoint()
     assert list(saved["state_dict"]) == list(expected["state_dict"])
     for key in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "exp_position"):

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def averaged(rank):
-    """Return the gradients after average_gradients, by the size of a bucket, and a module after broadcast_state."""
+    """Return the gradients after average_gradients for each bucket size, and a module after broadcast_state."""
     from exp.strategies import gradient_averaging
     from exp.strategies.gradient_averaging import broadcast_state
 

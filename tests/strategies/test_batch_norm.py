@@ -17,7 +17,7 @@ KINDS = {
 
 
 def layer_and_batches(kind):
-    """Return the layer, global batches of 5 and then 1 samples, and the weights of the outputs in the loss."""
+    """Return a layer, global batches of 5 samples and of 1 sample, and weights of the outputs in the loss."""
     cls, shape, options = KINDS[kind]
     torch.manual_seed(3)
     layer = cls(shape[1], **options).double()

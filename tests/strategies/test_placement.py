@@ -1,4 +1,4 @@
-"""The placement of ranks, as a table of machines and requests."""
+"""The placement of ranks for a table of machines and requests."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ def longer(alone, run):
 
 
 def require_resumed(ranks, require_same_state, whole, run, earlier, later):
-    """Assert that a run with strategy `earlier` that is resumed with strategy `later` equals a run of one process."""
+    """Assert that a run with the strategy `earlier`, resumed with `later`, equals a run of one process."""
     before = train(ranks, earlier, *run)
     after = train(ranks, later, *run, LONGER, last(before))
     for tag, values in whole.values.items():

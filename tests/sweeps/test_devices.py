@@ -37,7 +37,7 @@ def asked(demand=AUTO, *, machine, per_job="auto", **launch):
         (FOUR, AUTO, 1 / 3, {}, Need(gpus=1 / 3), 12),
         (FOUR, AUTO, 0.4, {}, Need(gpus=0.4), 8),
         (FOUR, DDP, "auto", {"devices": [0, 2]}, Need(ranks=2, gpus=2, is_alone=True), 1),
-        # Layers are split over two devices: three GPUs cannot be divided, but two can.
+        # Tensor parallel over two devices uses two of three GPUs.
         (Machine(gpus=3), Demand(dimensions=Dimensions(tensor=2)), 2, {}, Need(ranks=2, gpus=2), 1),
         (Machine(gpus=0, mps=True, cores=8), AUTO, "auto", {}, Need(is_alone=True), 1),
     ],

@@ -25,7 +25,7 @@ FAST = (*("trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limi
 
 
 def cells(picture: np.ndarray, rows: int, columns: int) -> list[list[tuple[int, ...]]]:
-    """Return the colors of a picture whose first row has an empty name and whose first cell is not white."""
+    """Return the colors of all cells in a picture with an empty name in its first row and a colored first cell."""
     top = 23
     left = int(np.flatnonzero((picture[top] != 255).any(1))[0])
     key = tuple(picture[top, left])

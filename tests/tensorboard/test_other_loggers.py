@@ -220,7 +220,7 @@ def described():
 
 
 def history(folder: Path) -> list[dict[str, object]]:
-    """Return the rows of an offline run: records of LevelDB's log format after a header of 7 bytes."""
+    """Return the rows of an offline run, which are records in LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("run-*.wandb")

@@ -12,10 +12,10 @@ import exp
 
 SNAPSHOT = Path(__file__).with_name("tags.txt")
 HOOKS = sorted(path.stem for path in (Path(exp.__file__).parent / "conf" / "hooks").glob("*.yaml"))
-# Hooks that change gradients or outputs log nothing.
+# Hooks that change gradients or outputs, which log no values.
 TRANSFORMS = {"clip_module", "gradient_reversal", "scale_gradient"}
 OVERRIDES = yaml.safe_load(Path(__file__).with_name("tags_overrides.yaml").read_text())
-# Tags of a machine with a GPU. Over several ranks they also have /min, /mean and /max.
+# Tags that exist only on a GPU. With several ranks, they also have /min, /mean and /max.
 ONLY_ON_CUDA = [
     "memory/allocated_mib",
     "memory/fragmentation",

@@ -1,4 +1,4 @@
-"""The command and the revision in the Text tab."""
+"""Command and revision in the Text tab."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def kill(command: Any, draws: random.Random) -> bool:
         return False
     _, alive = psutil.wait_procs(tree[1:], timeout=60)
     command.process.join(60)
-    assert not command.process.is_alive(), "the run does not end when one of its ranks is killed"
+    assert not command.process.is_alive(), "the run continues after one of its ranks was killed"
     assert not alive, f"processes are left: {alive}"
     return bool(command.process.exitcode)
 

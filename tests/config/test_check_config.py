@@ -125,7 +125,7 @@ def test_ok_says_what_will_run(empty, capsys):
 def test_a_sweep_is_checked_whole(empty, commands):
     done = commands.run("-m", "model=mlp,sequential", module="exp.check")
     assert (done.returncode, done.stdout) == (0, "ok: 2 jobs\n")
-    assert list(empty.iterdir()) == [], "the check left something behind"
+    assert list(empty.iterdir()) == [], "the check wrote a file"
 
 
 def test_the_number_of_parameters_is_the_networks(empty):

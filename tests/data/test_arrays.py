@@ -55,7 +55,7 @@ def test_arrays_by_name_are_inputs(scans, place):
     assert torch.equal(seen, torch.from_numpy(held["row"][part.indices.numpy()]).float())
     assert torch.allclose(part[0]["image"] * 255, torch.from_numpy(held["image"][int(part.indices[0])]).float())
     if not place:
-        assert len(pickle.dumps(made)) < 2_000, "a worker is sent the numbers instead of their file"
+        assert len(pickle.dumps(made)) < 2_000, "workers must get the path of the file instead of its numbers"
 
 
 def test_one_input_and_a_number_are_a_pair(scans):

@@ -109,7 +109,7 @@ def test_text_splits_are_contiguous(tmp_path):
     data = Data(dataset=Text(files=str(tmp_path / "*.txt"), block_size=7), parts=parts)
     texts = [data.part(stage).vocabulary.decode(data.part(stage).tokens) for stage in ("train", "val", "test")]
     assert texts[0] == "abcdefghij" * 50
-    assert data.part("val").tokens.unique().tolist() == [0], "a character of val is known to training"
+    assert data.part("val").tokens.unique().tolist() == [0], "the vocabulary has a character of val"
     assert [len(text) for text in texts] == [500, 250, 250]
 
 
@@ -125,12 +125,12 @@ def test_targets_are_the_next_characters(tmp_path):
         starts = []
         for inputs, targets in (pair for batch in loader for pair in zip(*batch.data, strict=True)):
             whole = vocabulary.decode(inputs) + vocabulary.decode(targets)[-1]
-            assert whole in text + text[:8], "a block is no part of the text"
+            assert whole in text + text[:8], "a block is not a part of the text"
             assert torch.equal(inputs[1:], targets[:-1])
             starts.append(text.index(whole[0]))
         assert len(starts) == len(set(starts)) == len(loader.dataset) == 11
         cuts.add(min(start % 8 for start in starts))
-    assert len(cuts) > 1, "blocks begin at the same characters in each epoch"
+    assert len(cuts) > 1, "blocks start at the same characters in each epoch"
 
 
 @given(st.text(min_size=1), st.text(), st.integers(1, 5))

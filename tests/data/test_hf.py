@@ -107,7 +107,7 @@ def test_texts_and_numbers_become_classes():
     assert made.part("val").targets.tolist() == [0, 1] * 5
     swapped = table(range(10)).cast_column("kind", datasets.ClassLabel(names=KINDS[::-1]))
     numbered = Data(dataset=HuggingFace(**settings(source={"train": table(), "validation": swapped})))
-    assert int(numbered.part("val")[0][1]) == 1, "the class is numbered as in validation"
+    assert int(numbered.part("val")[0][1]) == 1, "the class must have its number in the training split"
     levels = table(level=[place % 5 for place in range(ROWS)])
     whole = Data(dataset=HuggingFace(**settings(source=levels, target="level")))
     assert (whole.spec.num_classes, whole.fitted) == (5, {"hf": {"classes": None}})

@@ -135,7 +135,7 @@ def test_a_loader_resumes_at_any_position(kind, workers):
         assert plain(resumed) == epochs[epoch][batch:]
     resumed.set_position(1, 3)
     assert plain(resumed) == epochs[1][3:]
-    assert plain(resumed) == epochs[2], "the epoch after a resumed one is not whole"
+    assert plain(resumed) == epochs[2], "the epoch after a resumed epoch must be complete"
 
 
 class Curriculum(Dataset):

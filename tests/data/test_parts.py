@@ -219,7 +219,7 @@ def test_unknown_numbers_of_classes_are_requested():
     with pytest.raises(ConfigError, match=r"data.num_classes: null, and the data set does not state it"):
         Data(train=Rows())
     assert Data(train=Rows(), num_classes=4).spec.num_outputs == 4
-    assert Data(train=Rows(), num_classes=2, num_outputs=1).spec.num_outputs == 1, "one output for two classes"
+    assert Data(train=Rows(), num_classes=2, num_outputs=1).spec.num_outputs == 1, "two classes may have one output"
 
 
 class Plain(torch.utils.data.Dataset):

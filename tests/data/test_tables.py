@@ -129,7 +129,7 @@ def test_words_by_number_are_a_separate_input(homes):
     held = [row[1] if row[1] not in ("", "NA") else "" for row in lines()]
     expected = [known.index(word) + 1 if word in known else 0 for word in held]
     assert entries["categories"][:, 0].tolist() == expected
-    assert 0 in expected, "violet was in training"
+    assert 0 in expected, "violet must be a word that is not in the training split"
 
 
 def test_a_target_may_have_several_columns_or_a_name(homes):

@@ -162,7 +162,7 @@ def test_the_noise_scale_divides_running_means() -> None:
     assert [first[name] for name in ("squared_norm", "covariance_trace", "noise_scale")] == [1.0, 5.0, 5.0]
     second = figures(10.0, 6.0)["noise_scale"]
     assert second == pytest.approx(5.0 / (0.75 * 1.0 + 0.25 * 5.0))
-    assert figures(10.0, math.inf)["noise_scale"] == second, "a skipped step leaves the means alone"
+    assert figures(10.0, math.inf)["noise_scale"] == second, "a skipped step must not change the means"
     assert math.isnan(figures(100.0, 1.0, of=NoiseScale(smoothing=0.0))["noise_scale"])
     assert figures(100.0, 1.0, sizes=(1,)) == {}
 

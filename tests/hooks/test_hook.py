@@ -208,7 +208,9 @@ def test_gradients_at_modules_equal_those_of_autograd():
     assert torch.equal(seen[1]["2"], hidden.grad)
     assert seen[2].keys() == {"2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}
     assert torch.equal(seen[2]["2.1.weight"], net[2][1].weight.grad)
-    assert (hook.of_outputs, hook.of_inputs, hook.of_parameters) == seen, "disengaged, it sees nothing"
+    assert (hook.of_outputs, hook.of_inputs, hook.of_parameters) == seen, (
+        "the hook must record nothing after it is disengaged"
+    )
 
 
 def test_a_pattern_without_a_module_names_the_modules():

@@ -105,7 +105,7 @@ def test_activations_are_those_of_the_largest_micro_batch(measure):
     net, hook = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Memory()
     large = measure(net, plain_sgd(net), torch.randn(32, 4), hook, micro_batches=3)["activations_mib"]
     small = measure(net, plain_sgd(net), torch.randn(8, 4), hook)["activations_mib"]
-    assert (large, small) == (4 * 32 * 8, 4 * 8 * 8), "each step counts from 0"
+    assert (large, small) == (4 * 32 * 8, 4 * 8 * 8), "each step must start with a count of 0"
 
 
 def test_the_resident_set_is_that_of_the_process(measure):
@@ -230,7 +230,9 @@ def test_each_phase_has_its_own_peak(step):
     forward, backward, own = (values[f"memory/host_peak_{phase}_mib"] for phase in ("forward", "backward", "step"))
     assert forward - backward == pytest.approx(256, rel=0.1)
     assert own - backward == pytest.approx(128, rel=0.1)
-    assert not any("peak" in tag for tag in hook.after_step(step())), "the next step has passed no phase yet"
+    assert not any("peak" in tag for tag in hook.after_step(step())), (
+        "the next step must have no peaks before its first phase"
+    )
 
 
 @counted

@@ -140,8 +140,8 @@ def test_the_bad_rank_is_named_by_all_ranks(ranks, tmp_path) -> None:
         ranks.train("hooks=[nan_guard]", *data, "strategy=ddp", "launch.devices=2", "test=false", ranks=2)
     message = str(caught.value)
     named = [message.count(f"on rank {rank} of 2; the run ends") for rank in (0, 1)]
-    assert min(named) == 0, "the step of one rank is bad"
-    assert max(named) >= 2, "both ranks end with it"
+    assert min(named) == 0, "only one rank may report the bad step"
+    assert max(named) >= 2, "the errors of both ranks must name the bad rank"
     assert "The first is `hidden` (Linear), in the forward" in message
 
 

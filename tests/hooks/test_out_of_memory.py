@@ -90,7 +90,7 @@ def test_the_first_step_reports_what_filled_the_memory(capsys):
     assert rows["all"] == mib(4 * (256 * 65 + 128 * 257 + 10 * 129), 0, 0, 4 * 32 * (64 + 256 + 256))
     log = Path("run/train.log").read_text()
     assert "MiB, by module  parameters  gradients  optimizer  activations" in log
-    assert 'greedy.py", line' in log, "the place of the request"
+    assert 'greedy.py", line' in log, "the log must have the place of the request"
 
 
 @pytest.mark.usefixtures("greedy")

@@ -38,7 +38,7 @@ def test_samples_are_shown_before_their_normalization():
     normalised = (original - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert (pictures(normalised, mean=mean, std=std).float() - original * 255).abs().max() <= 0.51
     coloured = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    assert torch.equal(pictures(coloured, mean=mean, std=std), coloured), "bytes are pixels"
+    assert torch.equal(pictures(coloured, mean=mean, std=std), coloured), "uint8 values must be shown unchanged"
     # Without a mean, each picture is scaled to range from black to white.
     assert pictures(torch.tensor([[[-3.0, 0.0], [1.0, 5.0]]]), mean=None, std=None).tolist() == [
         [[[0, 96], [128, 255]]]

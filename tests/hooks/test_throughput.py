@@ -99,7 +99,7 @@ def test_pauses_and_their_steps_do_not_count(loop):
     early.hook.pause()
     early.steps(2)
     assert "throughput/step_ms" in early.logged[4]
-    assert not set(PARTS_MS) & set(early.logged[4]), "the split step has a pause"
+    assert not set(PARTS_MS) & set(early.logged[4]), "a step with a pause must have no parts"
 
 
 def test_the_hook_runs_at_three_of_fifty_steps(loop):

@@ -53,7 +53,7 @@ def test_lightning_trains_in_a_group_without_open_ports(launched, run_directory)
     assert first["weight"] == second["weight"]
     assert first["children"] == second["children"] == 0
     addresses = first["addresses"] + second["addresses"]
-    assert addresses, "gloo has sockets: a test that finds none looks in the wrong place"
+    assert addresses, "gloo must have sockets, otherwise the test does not find them"
     assert all(address.removeprefix("::ffff:").startswith(("127.", "::1")) for address in addresses)
 
 

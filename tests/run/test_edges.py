@@ -113,7 +113,7 @@ def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
     assert "ZeroDivisionError: in the loader" in str(error)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can forget the peak of the resident set")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak of the resident set")
 def test_a_job_does_not_report_the_peak_memory_of_another(tmp_path):
     config = exp.compose([])
     large = bytearray(400 * 2**20)

@@ -28,7 +28,7 @@ def test_compressed_gradients_train_nearly_the_same(ranks, alone, options, toler
     one = alone(*SHORT)
     two = ranks.train(*SHORT, "strategy=ddp", *options, ranks=2)
     assert two.losses == pytest.approx(one.losses, rel=tolerance)
-    assert two.losses != pytest.approx(one.losses, rel=1e-9), "nothing was compressed"
+    assert two.losses != pytest.approx(one.losses, rel=1e-9), "the gradients were not compressed"
 
 
 def wire_bytes(rank, *, directory):
@@ -46,7 +46,9 @@ def wire_bytes(rank, *, directory):
 
 @pytest.mark.slow
 @pytest.mark.any_processor
-@pytest.mark.skipif(not Path("/proc/self/io").is_file(), reason="this system does not count what a process writes")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").is_file(), reason="this system does not count the bytes that a process writes"
+)
 def test_ranks_send_the_bytes_of_the_gradients(ranks):
     def sent_each_step(*overrides):
         found = []

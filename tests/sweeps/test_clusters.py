@@ -214,7 +214,7 @@ def test_a_cluster_computes_the_same_values(name, cluster, ranks):
     assert [report.status for report in found] == ["completed"] * 3
     assert [report.metrics for report in found] == [report["metrics"] for report in here]
     assert [report.world_size for report in found] == [1, 1, 2]
-    assert not list(Path("outputs/2").glob(".*")), "files through which the ranks met"
+    assert not list(Path("outputs/2").glob(".*")), "the files by which the ranks find each other must be removed"
 
 
 @pytest.mark.slow

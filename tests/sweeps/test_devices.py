@@ -46,7 +46,7 @@ def test_what_a_job_needs_and_how_many_fit(machine, demand, per_job, launch, exp
     found = asked(demand, machine=machine, per_job=per_job, **launch)
     assert found == expected
     assert slots([found], jobs="auto", machine=machine) == at_once
-    assert slots([found], jobs=3, machine=machine) == 3, "a number of jobs that is given holds"
+    assert slots([found], jobs=3, machine=machine) == 3, "sweep.jobs must take precedence"
 
 
 def test_the_largest_jobs_decide_how_many_fit():
@@ -78,7 +78,7 @@ def test_each_job_sees_its_own_gpus():
     devices, one, two, half = Devices(["0", "1", "2", "3"]), Need(gpus=1), Need(gpus=2), Need(gpus=0.5)
     assert visible_gpus(devices.take(one)) == {"CUDA_VISIBLE_DEVICES": "0"}
     assert visible_gpus(devices.take(two)) == {"CUDA_VISIBLE_DEVICES": "1,2"}
-    assert devices.take(half) == devices.take(half) == ("3",), "two halves are one"
+    assert devices.take(half) == devices.take(half) == ("3",), "two jobs with half a GPU must share one"
     devices.release(("0",), one)
     devices.release(("3",), half)
     assert [devices.take(half) for _ in range(3)] == [("0",), ("0",), ("3",)]

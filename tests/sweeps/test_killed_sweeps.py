@@ -109,7 +109,7 @@ def test_kills_at_any_moment_change_no_value(overrides, commands, share):
     kill_at_random(commands, share, *overrides, epochs)
     assert table(BROKEN) == table(WHOLE)
     jobs = [json.loads(line) for line in (BROKEN / "jobs.jsonl").read_text().splitlines()]
-    assert sorted(job["job"] for job in jobs) == list(range(len(table(WHOLE)))), "each job is there once"
+    assert sorted(job["job"] for job in jobs) == list(range(len(table(WHOLE)))), "each job must be listed once"
     runs = sorted(path.parent.name for path in BROKEN.glob("*/config.yaml"))
     assert runs == sorted(str(job["job"]) for job in jobs)
     assert [path for path in BROKEN.rglob(".*") if path.name != ".gitignore"] == [], "half-written files"

@@ -148,7 +148,9 @@ def test_the_page_is_complete_and_self_contained(sweep, write_run):
         path.touch()
     status, _ = run(sweep)
     assert status == 0
-    assert (left.exists(), mine.exists()) == (False, True), "what a killed report left"
+    assert (left.exists(), mine.exists()) == (False, True), (
+        "files of a killed report must be removed, and other files must stay"
+    )
     text = (sweep / "report" / "report.html").read_text()
     page = Parsed(text)
     header, *rows = page.rows[: 1 + 13]

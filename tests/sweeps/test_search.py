@@ -57,7 +57,9 @@ def test_proposals_lie_in_the_space_and_follow_the_seed(sampler, search):
         assert 1e-5 <= float(values["optimizer.lr"]) <= 1e-1
         assert 4 <= int(values["+model.width"]) <= 64
         assert ("optimizer.momentum" in values) == (values["optimizer"] == "sgd")
-        assert list(values) == [axis.key for axis in SPACE.axes if axis.key in values], "as they were typed"
+        assert list(values) == [axis.key for axis in SPACE.axes if axis.key in values], (
+            "keys must have the order of the command line"
+        )
     assert proposals == run(search("b", sampler=sampler, trials=15))
     assert proposals != run(search("other", sampler=sampler, trials=15, seed=4))
 
@@ -129,7 +131,7 @@ def test_a_job_that_falls_behind_is_pruned(search, tmp_path):
         found.tell(proposal[0], "completed", [1.0 / 3])
     good, bad = job(6), job(7)
     assert not any(good.report(0.5 / step, step=step) for step in (1, 2, 3))
-    assert not bad.report(9.0, step=1), "the first report is warm-up"
+    assert not bad.report(9.0, step=1), "the first report must not prune, because it is warm-up"
     assert bad.report(9.0, step=2)
     # After a kill, the next process finds the reports of the trial and that it was pruned.
     again = job(7)

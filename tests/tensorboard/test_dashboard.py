@@ -134,7 +134,7 @@ def test_the_page_fits_the_directory(tmp_path):
         find_event_folders(tmp_path / "nowhere")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a desktop is taken for granted")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are assumed to have a desktop")
 def test_a_browser_needs_a_screen(monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)

@@ -83,7 +83,7 @@ def test_a_job_repeats_the_declaration_of_its_sweep(tmp_path):
     found = declaration({"seed": [0, 1]}, ["loss/val"], domains={"seed": Domain(values=[0, 1])})
     declare(tmp_path, declaration({"seed": [0]}, []))
     declare(tmp_path, found)
-    assert len(list(tmp_path.iterdir())) == 1, "a declaration replaces the earlier one"
+    assert len(list(tmp_path.iterdir())) == 1, "a declaration must replace the earlier one"
     assert declared_above(tmp_path / "a" / "0").hparam_infos == found.hparam_infos
     assert declared_above(tmp_path.parent / "elsewhere") is None
     for name, params in (("0", {"seed": 0}), ("other", {"seed": 0, "model": "mlp"})):
@@ -93,7 +93,7 @@ def test_a_job_repeats_the_declaration_of_its_sweep(tmp_path):
     assert domains(page(tmp_path / "0")[0]) == {"seed": [0, 1]}
     assert [info.name.tag for info in page(tmp_path / "0")[0].metric_infos] == ["loss/val"]
     assert [info.name.tag for info in page(tmp_path / "other")[0].metric_infos] == ["accuracy/val"]
-    assert len(runs_below(tmp_path)) == 2, "the directory of the sweep is no run"
+    assert len(runs_below(tmp_path)) == 2, "the directory of the sweep must not be a run"
     (file,) = tmp_path.glob("events*")
     file.write_bytes(file.read_bytes()[:-20])
     assert declared_above(tmp_path / "0") is None

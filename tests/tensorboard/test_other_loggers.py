@@ -45,7 +45,7 @@ def in_events(directory: Path) -> Points:
 
 
 def once(points: list[tuple[int, float]]) -> dict[int, float]:
-    assert len(dict(points)) == len(points), "a step is there twice"
+    assert len(dict(points)) == len(points), "a step is logged twice"
     return dict(points)
 
 
@@ -172,7 +172,7 @@ class TestWandb:
         directory = trained_in_two_parts(tmp_path / "here", monkeypatch, "+logger=wandb")
         parts = sorted((directory / "wandb").glob("offline-run-*"))
         assert len(parts) == 2
-        assert len({part.name.rpartition("-")[2] for part in parts}) == 1, "another id would be another run"
+        assert len({part.name.rpartition("-")[2] for part in parts}) == 1, "both parts must have the same id"
         rows, expected = [row for part in parts for row in history(part)], in_events(directory)
         found = {tag: [(row["trainer/global_step"], float(row[tag])) for row in rows if tag in row] for tag in expected}
         assert_same({tag: once(points) for tag, points in found.items()}, expected)

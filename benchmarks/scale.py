@@ -108,7 +108,7 @@ def sweep(folder: Path, size: int) -> Iterator[tuple[str, list[str]]]:
 
 def ranks(folder: Path, size: int) -> Iterator[tuple[str, list[str]]]:
     chosen = ["model=gpt", "data=text", "strategy=fsdp", f"device={size}xH100", "data.batch_size=2048"]
-    yield "plan", ["-m", "exp.plan", *chosen, "savings=false"]
+    yield "plan", ["-m", "exp.plan", *chosen]
 
 
 SECTIONS: Mapping[str, Callable[[Path, int], Iterator[tuple[str, list[str]]]]] = {

@@ -132,7 +132,7 @@ def test_documented_finders_print_a_valid_command(tmp_path, commands) -> None:
 def test_a_documented_plan_is_printed(page, line, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     on = [] if "device=" in line else ["launch.accelerator=cpu"]
-    assert plan([*shlex.split(line, comments=True), *on, "savings=false"]) == 0
+    assert plan([*shlex.split(line, comments=True), *on]) == 0
     assert "at most" in capsys.readouterr().out
 
 

@@ -36,8 +36,8 @@ TEXT = ("data=text", "data.dataset.files=text.txt", "model=gpt")
 # Overrides of each model, except gan, which needs phases.
 MODELS = {path.stem: (f"model={path.stem}",) for path in (CONF / "model").glob("*.yaml") if path.stem != "gan"}
 MODELS |= {"gpt": TEXT, "domain_adversarial": ("experiment=domain_adversarial",)}
-# Muon and SparseAdam refuse the parameters of a GPT. The state of LBFGS grows with each step.
-OPTIMIZERS = {path.stem for path in (CONF / "optimizer").glob("*.yaml")} - {"muon", "sparse_adam", "lbfgs"}
+# Muon and SparseAdam refuse the parameters of a GPT. The state of LBFGS and NAdam is unknown.
+OPTIMIZERS = {path.stem for path in (CONF / "optimizer").glob("*.yaml")} - {"muon", "sparse_adam", "lbfgs", "nadam"}
 OTHERS = [
     ("model=mlp", "freeze.parameters=[stem.*]"),
     ("model=mlp", "lora.layers=[blocks.*.linear]", "lora.rank=4", "lora.trained=[head]"),

@@ -62,7 +62,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
     "Before a run": {
         "check": _of_config("cli.check", "report the errors of a config; train nothing"),
         "plan": _of_config("cli.plan", "layers, memory of each rank and time of a step, before a run", device="",
-                           memory="", savings=SWITCH, search=SWITCH),
+                           memory="", search=SWITCH),
         "precision": _of_config("extras.debugging.precision_report", "show what a precision does to each layer"),
         "data": _of_config("extras.survey.data", "statistics and leaks of the data", "--samples=all"),
         "find_lr": _of_config("extras.finders.find_lr", "suggest a learning rate from a range test", "--min=", "--max=",

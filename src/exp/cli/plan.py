@@ -7,7 +7,6 @@
 device=64xH100       the devices of the run; by default those of this machine
 memory=80GiB         the memory of each device, instead of the listed value
 search=true          search for the fastest strategy, precision and accumulation that fit, and print the command
-savings=false        leave out the savings, which need a few more checks and estimates
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import psutil
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ConfigError, RunError, command_line_error, config_error, raise_errors, unknown_word
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from exp.strategies.placement import Machine
 
 PROGRAM = "python -m exp.plan"
-UNNAMED = "the time of a step on this GPU is unknown: name a GPU, such as device=H100"
+UNNAMED = "the time of a step is unknown: name a GPU, such as device=H100"
 SWITCH = {"true": True, "false": False}
 
 
 # The options of the command with their allowed values. An empty tuple allows any text.
-OPTIONS = {"device": (), "memory": (), "savings": tuple(SWITCH), "search": tuple(SWITCH)}
+OPTIONS = {"device": (), "memory": (), "search": tuple(SWITCH)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,11 @@ class Words:
     Args:
         device: Devices of the run, such as "64xH100". None: the devices of this machine.
         memory: Memory of each device in bytes. None: the listed memory of the device.
-        has_savings: Print overrides that save memory.
         searches: Search for the fastest configuration that fits.
     """
 
     device: str | None = None
     memory: int | None = None
-    has_savings: bool = True
     searches: bool = False
 
 
@@ -96,7 +95,6 @@ def read_words(texts: Sequence[str]) -> Words:
     return Words(
         device=given.get("device"),
         memory=memory,
-        has_savings=SWITCH[given.get("savings", "true")],
         searches=SWITCH[given.get("search", "false")],
     )
 
@@ -149,26 +147,26 @@ class Planner:
 
     def device(self, plan: Plan) -> Device | None:
         """Return the device of the run; None if it is not in the table of devices."""
-        from exp.plan.device_peaks import own_cpu, own_gpu, read_devices
+        from exp.plan.device_peaks import own_gpu, read_devices
 
         if self._device is None and self.words.device is not None:
             self._device = read_devices(self.words.device)[0]
         elif self._device is None and plan.placement.accelerator == "cuda":
             self._device = own_gpu()
-        elif self._device is None and plan.placement.accelerator == "cpu":
-            word, ranks = plan.settings.precision.word, plan.placement.world_size
-            self._device = own_cpu(word=word, ranks=ranks)
         return self._device
 
     def limit(self, plan: Plan) -> int | None:
         """Return the memory of each device in bytes; None if it is unknown.
 
-        The command's option `memory` overrides the listed memory of the device.
+        The command's option `memory` overrides the listed memory of the device. The ranks of a CPU run share its free
+        memory.
         """
         if self.words.memory is not None:
             return self.words.memory
-        device = self.device(plan)
-        return None if device is None else device.memory
+        if (device := self.device(plan)) is not None:
+            return device.memory
+        is_cpu = plan.placement.accelerator == "cpu"
+        return psutil.virtual_memory().available // plan.placement.world_size if is_cpu else None
 
 
 def machine_of(device: str | None, launch: object) -> Machine:
@@ -196,7 +194,6 @@ def _print(arguments: argparse.Namespace, words: Words) -> None:
     with announce_torch_import():
         from exp.cli.check import summary
         from exp.cli.plan_printout import text
-        from exp.plan.savings import savings
 
     planner = Planner(arguments, words)
     plan = planner.plan()
@@ -207,11 +204,10 @@ def _print(arguments: argparse.Namespace, words: Words) -> None:
         _search(plan, planner, limit=limit)
         return
     estimate = estimator.estimate()
-    if estimator.device is None and plan.placement.accelerator == "cuda":
+    if estimator.device is None:
         estimate = dataclasses.replace(estimate, notes=[*estimate.notes, UNNAMED])
     largest = None if limit is None else estimator.largest_batch(limit)
-    found = savings(estimate, plan, planner.other) if words.has_savings and plan.own is None else []
-    print(text(estimate, limit=limit, largest=largest, savings=found, summary=summary(plan)))
+    print(text(estimate, limit=limit, largest=largest, summary=summary(plan)))
 
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None) -> None:

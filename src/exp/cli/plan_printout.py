@@ -12,7 +12,6 @@ from exp.plan.rank_memory import PlaceMemory
 if TYPE_CHECKING:
     from exp.plan.estimate import Estimate
     from exp.plan.fastest import Findings
-    from exp.plan.savings import Saving
 
 COLUMNS = ("layer", "", "output", "parameters", "FLOPs", "activations", "share")
 MOST_OUTPUT = 44
@@ -21,14 +20,13 @@ UNKNOWN = "not known"
 SHOWN = 4
 
 
-def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings: Sequence[Saving], summary: str) -> str:
+def text(estimate: Estimate, *, limit: int | None, largest: int | None, summary: str) -> str:
     """Return an estimate as text.
 
     Args:
         estimate: Estimate of layers, memory and time.
         limit: Memory of a device in bytes; None if it is unknown.
         largest: Largest data.batch_size that fits into the memory; None if it is unknown or no batch fits.
-        savings: Overrides that save memory.
         summary: First line of the text.
     """
     parts = [
@@ -37,7 +35,6 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, savings:
         "\n".join([*align(_memory(estimate), left=1), *_rest(estimate)]),
         "\n".join(_fit(estimate, limit=limit, largest=largest)),
         "\n".join(_time(estimate)),
-        "\n".join(_savings(estimate, savings)),
         "\n".join(f"note: {note}" for note in estimate.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -99,7 +96,10 @@ def _rest(estimate: Estimate) -> list[str]:
 def _fit(estimate: Estimate, *, limit: int | None, largest: int | None) -> Iterator[str]:
     if limit is None:
         return
-    yield f"{'does not fit' if estimate.total > limit else 'fits'}: {size(estimate.total)} of {size(limit)}"
+    if estimate.total > limit:
+        yield f"does not fit: {size(estimate.total)} of {size(limit)}; search=true finds configurations that fit"
+    else:
+        yield f"fits: {size(estimate.total)} of {size(limit)}"
     if largest is not None:
         yield f"the largest data.batch_size that fits: {largest:,}"
     elif estimate.figures.activations is not None:
@@ -110,7 +110,7 @@ def _time(estimate: Estimate) -> Iterator[str]:
     time = estimate.time
     if time is not None:
         device = time.device
-        yield f"a step takes {seconds(time.seconds)} or more on {device.name} ({device.source}): bound by {time.bound}"
+        yield f"a step takes {seconds(time.seconds)} or more on {device.name}: bound by {time.bound}"
         rows = [
             ["  arithmetic", seconds(time.compute), f"{count(time.flops)} FLOPs a rank"],
             ["  memory", seconds(time.memory), f"{size(int(device.bandwidth))} a second"],
@@ -121,13 +121,6 @@ def _time(estimate: Estimate) -> Iterator[str]:
         yield from align(rows, left=3)
     for one in estimate.footprint.transfers:
         yield f"each rank sends {size(int(one.sent))} a step: {one.what} over {one.over}"
-
-
-def _savings(estimate: Estimate, savings: Sequence[Saving]) -> Iterator[str]:
-    if savings:
-        yield f"what would help most, of {size(estimate.total)}:"
-    rows = [[f"  saves {size(one.saved)}", " ".join(one.overrides), one.what] for one in savings]
-    yield from align(rows, left=3) if rows else ()
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

@@ -8,15 +8,13 @@ link is for one direction, which is half of the listed number.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from exp.errors import config_error, shorten
-from exp.hooks.utilisation import arithmetic, card_of, card_peaks, measured_peak
+from exp.hooks.utilisation import card_of, card_peaks
 from exp.spelling import did_you_mean
 
 GIGA = 10**9
@@ -35,8 +33,6 @@ class Device:
         link: Bandwidth to another device in bytes per second.
         overhead: Smallest time of an operator in seconds. Default: 0.
         latency: Smallest time of a message in seconds. Default: 0.
-        overlaps: Whether the device can communicate while it computes. Default: true.
-        source: Origin of the numbers.
     """
 
     name: str
@@ -46,8 +42,6 @@ class Device:
     link: float
     overhead: float = 0.0
     latency: float = 0.0
-    overlaps: bool = True
-    source: str = "as listed by its vendor"
 
     def seconds(self, flops: float, moved: float, *, word: str) -> tuple[float, float]:
         """Return the time in seconds of an operator's arithmetic, and of its memory traffic.
@@ -79,15 +73,13 @@ _CARDS: dict[str, tuple[float, float, float]] = {
     "RTX 3090": (24, 936, 32),
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
-# Number of times that a CPU is measured.
-TRIES = 4
 COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
 # Limits the time of a plan, which visits every rank of a run.
 MOST_DEVICES = 100_000
 # Approximate seconds to launch a CUDA kernel from PyTorch's eager mode.
 LAUNCH = 5e-6
-# Approximate seconds of a small collective: NCCL between GPUs of a node, and gloo between processes.
-NCCL, GLOO = 2e-5, 3e-4
+# Approximate seconds of a small collective of NCCL between GPUs of a node.
+NCCL = 2e-5
 
 
 def read_devices(text: str) -> tuple[Device, int | None]:
@@ -137,54 +129,3 @@ def own_gpu() -> Device | None:
         return None
     card = card_of(torch.cuda.get_device_name(0))
     return None if card is None else listed_device(card)
-
-
-def own_cpu(*, word: str, ranks: int) -> Device:
-    """Measure the CPU of this machine for about a second, with matrix products, copies and small operators.
-
-    Args:
-        word: `precision.word` of the run.
-        ranks: Number of ranks that share the CPU.
-    """
-    kinds = dict.fromkeys(["fp32", arithmetic(word)])
-    device = torch.device("cpu")
-    flops: dict[str, float] = {}
-    for kind in kinds:
-        # Measure several times, because other processes may use the CPU.
-        peaks = [peak for _ in range(TRIES) if (peak := measured_peak(device, kind)) is not None]
-        flops |= {kind: max(peaks)} if peaks else {}
-    source = torch.ones(2**22)
-    target = torch.empty_like(source)
-    copied = _fastest(lambda: target.copy_(source))
-    small, weight = torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)
-
-    def few() -> None:
-        x = small
-        for _ in range(10):
-            x = torch.add(x, weight)
-        x.sum().backward()
-
-    memory = psutil.virtual_memory()
-    return Device(
-        name="this machine's CPU",
-        flops=flops,
-        bandwidth=2 * source.nbytes / copied,
-        memory=memory.available // ranks,
-        # An estimate: gloo over loopback copies each message a few times.
-        link=2 * source.nbytes / copied / 8,
-        latency=GLOO,
-        overlaps=False,
-        # `few` runs ten operators in the forward and ten in the backward.
-        overhead=_fastest(few) / 20,
-        source=f"measured on {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}",
-    )
-
-
-def _fastest(call: Callable[[], object]) -> float:
-    """Return the time in seconds of the fastest of five calls."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best

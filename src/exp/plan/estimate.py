@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -134,16 +134,21 @@ class Estimator:
         Returns:
             The batch size. None if not even one sample per rank fits, or if the memory of activations is unknown.
         """
-        ranks = self.plan.placement.data_ranks
-        own = max(1, -(-self.batch // ranks))
-        seen = {own: self.estimate().total}
         if self.estimate().figures.activations is None:
             return None
-        other = own // 2 if own > 1 else 2
-        seen[other] = self._total(other, ranks)
+        ranks = self.plan.placement.data_ranks
+        own = max(1, -(-self.batch // ranks))
+        seen = {samples: self._total(samples, ranks) for samples in (own, own // 2 or 2)}
         for _ in range(GUESSES):
-            guess = guess_batch(seen, limit)
-            if guess is None or guess in seen:
+            # The line through the two sizes that are closest to the limit.
+            one, two = sorted(seen, key=lambda samples: abs(seen[samples] - limit))[:2]
+            rise = (seen[two] - seen[one]) / (two - one)
+            if rise <= 0:
+                break
+            guess = max(1, int(one + (limit - seen[one]) / rise))
+            if guess in seen and seen[guess] > limit:
+                guess -= 1
+            if guess == 0 or guess in seen:
                 break
             seen[guess] = self._total(guess, ranks)
         fitting = [samples for samples, total in seen.items() if total <= limit]
@@ -151,33 +156,6 @@ class Estimator:
 
     def _total(self, samples: int, ranks: int) -> int:
         return self.estimate(batch=samples * ranks).total
-
-
-def guess_batch(seen: Mapping[int, int], limit: int) -> int | None:
-    """Return the number of samples at which the memory reaches the limit, by linear interpolation or extrapolation.
-
-    The line goes through the two known sizes around the limit. If all sizes are on one side, it goes through the
-    nearest two.
-
-    Args:
-        seen: Known memory in bytes, by number of samples.
-        limit: Bytes of each device.
-
-    Returns:
-        The number of samples. None if the memory does not grow with the samples.
-    """
-    fitting = sorted(size for size, total in seen.items() if total <= limit)
-    others = sorted(size for size, total in seen.items() if total > limit)
-    if fitting and others:
-        one, two = fitting[-1], others[0]
-    else:
-        one, two = (fitting or others)[-2:] if fitting else (others or fitting)[:2]
-    rise = (seen[two] - seen[one]) / (two - one)
-    if rise <= 0:
-        return None
-    met = max(1, int(one + (limit - seen[one]) / rise))
-    # Stay below the size that does not fit, because rounding may give that size again.
-    return met if not (fitting and others) else min(max(met, one), two - 1)
 
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:

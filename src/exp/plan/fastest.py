@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exp.plan.savings import repeated_blocks
+from exp.plan.layer_table import to_pattern
 from exp.precision.words import WORDS
+from exp.strategies.units import AUTO, choose_units
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -61,8 +62,7 @@ class Findings:
 
 def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield overrides of strategy, precision and activation checkpointing. Some combinations may have errors."""
-    words = precisions(plan.settings.precision.word, accelerator=plan.placement.accelerator)
-    for word in words:
+    for word in precisions(plan.settings.precision.word):
         for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
             yield (f"strategy={strategy}", f"precision={word}")
         blocks = repeated_blocks(plan)
@@ -71,20 +71,23 @@ def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield ("strategy=fsdp", again, f"precision={word}")
 
 
-def precisions(word: str, *, accelerator: str) -> list[str]:
+def repeated_blocks(plan: Plan) -> list[str]:
+    """Return patterns for the repeated blocks of the network, for strategy.activation_checkpointing."""
+    if plan.network is None:
+        return []
+    found = choose_units(plan.network, AUTO, key="strategy.shard")
+    return list(dict.fromkeys(to_pattern(name) for name in found))
+
+
+def precisions(word: str) -> list[str]:
     """Return the names of the precisions to try.
 
-    A float32 run on a GPU also tries bf16, which trains the same in most cases. On a CPU, only the precision of the run
-    is tried, because small products in half precision are far from their peak. A GPT of 0.1 million parameters took
-    three times as long in bf16 as in fp32.
+    A float32 run also tries bf16, which trains the same in most cases.
 
     Args:
         word: Precision of the run.
-        accelerator: Type of the devices, such as cpu or cuda.
     """
     found = WORDS[word]
-    if accelerator == "cpu":
-        return [word]
     return [word] if found.half_parameters or found.double or found.autocast else [word, "bf16"]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from exp.config.targets import resolve
 from exp.construct import build_optimization, build_phases
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 LONG = 1_000_000_000
-HISTORY = "the state of LBFGS grows with each step, and is counted with its full history_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +119,10 @@ class OptimizerState:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         group["params"] = [one for one in group["params"] if one.grad is not None]
-                    if isinstance(optimizer, LBFGS):
-                        self.notes.append(HISTORY)
-                        return _history(optimizer)
-                    _step(optimizer)
-            except UNDECIDED as error:
+                    with Ones():
+                        optimizer.step()
+            # NAdam divides by a value that is 0, because Ones returns 1 for every number.
+            except (*UNDECIDED, ArithmeticError) as error:
                 self.notes.append(f"the state of the optimizer is not known: {one_line(error)}")
                 return None
             return sum(storages(tensors_in([list(one.state.values()) for one in optimizers])).values())
@@ -142,27 +140,6 @@ class OptimizerState:
             if one is not None and one.steps and name in self._trained:
                 parameter.data = torch.empty(one.shape, dtype=parameter.dtype)
                 parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
-
-
-def _step(optimizer: Optimizer) -> None:
-    """Make an optimizer step on fake tensors.
-
-    An ArithmeticError is ignored if all parameters have a state by then.
-    """
-    try:
-        with Ones():
-            optimizer.step()
-    except ArithmeticError as error:  # NAdam divides by a value that is 0 because Ones returns 1 for every number
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if any(one not in optimizer.state for one in parameters):
-            raise RuntimeError(one_line(error)) from error
-
-
-def _history(optimizer: LBFGS) -> int:
-    """Return the bytes of the state of LBFGS: pairs of differences, the direction, and the last gradient."""
-    (group,) = optimizer.param_groups
-    pairs, size = int(group["history_size"]), sum(int(one.nbytes) for one in group["params"])
-    return (2 * pairs + 2) * size
 
 
 def load_of(

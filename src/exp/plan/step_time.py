@@ -47,8 +47,7 @@ class StepTime:
     def seconds(self) -> float:
         """Total time in seconds. Communication can overlap with at most half of the other time."""
         own = self.compute + self.memory + self.overhead
-        hidden = own / 2 if self.device.overlaps else 0.0
-        return own + max(0.0, self.communication - hidden)
+        return own + max(0.0, self.communication - own / 2)
 
     @property
     def bound(self) -> str:

@@ -271,8 +271,14 @@ def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None
         ) from error
 
 
-def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a file atomically. The copy is a hard link if the filesystem supports hard links."""
+def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> None:
+    """Copy a file atomically. The copy is a hard link if the filesystem supports hard links.
+
+    Args:
+        source: File to copy.
+        target: Path of the copy.
+        is_synced: Whether the copy is synced to the disk before this function returns. Default: True.
+    """
     partial = partial_path(target)
     with source.open("rb") as file, close_in_forks(file):
         # The lock also protects the link, because a link is the same file: sweep_partial_files skips locked files.
@@ -280,7 +286,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         try:
             os.link(source, partial)
         except OSError:  # the filesystem has no hard links, or the paths are on different filesystems
-            with open_atomic(target) as copy:
+            with open_atomic(target, is_synced=is_synced) as copy:
                 shutil.copyfileobj(file, copy)
             return
         try:
@@ -288,7 +294,8 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         finally:
             # A rename between two names of the same file leaves both names.
             partial.unlink(missing_ok=True)
-    sync_directory(target.parent)
+    if is_synced:
+        sync_directory(target.parent)
 
 
 def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of state_dict()") -> None:

@@ -13,7 +13,7 @@ from exp.errors import ErrorDetails
 from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.hook import Hook, Period, Values, is_due_at
 from exp.hooks.norms import norms, with_total
-from exp.hooks.panels import BINS, Column, Healthy, Histogram, Panel, bin_counts, finite_range
+from exp.hooks.panels import BINS, Column, Healthy, Histogram, bin_counts, finite_range
 from exp.hooks.step import Step
 from exp.models.matching import find_modules
 from exp.strategies.whole_state import local_part
@@ -130,20 +130,17 @@ class Gradients(Hook):
     def teardown(self) -> None:
         self._ratio.forget()
 
-    def norms_alone(self, index: int) -> bool:
-        """Return whether step `index` logs norms before clipping and no other values."""
-        return self.due(index) and not any(is_due_at(getattr(self, period), index) for period in OWN_PERIODS)
-
-    def name_norms(self, each: Sequence[float], index: int) -> dict[str, float | Panel]:
-        """Return the values of step `index` by tag, given the norms of the parameters.
+    def name_norms(self, each: Sequence[float]) -> dict[str, float]:
+        """Return the total norm by tag, given the norms of the parameters. Add the norms with `each_parameter`.
 
         Args:
             each: Norm of each parameter's gradient, in the order of `names`.
-            index: Number of the step, counted from 1.
         """
         # The same rounding as in with_total, which adds squares.
-        total = math.sqrt(sum([number * number for number in each]))
-        return self._shown_norms(NORM, self.names, each, total, index)
+        values = {f"{NORM}total": math.sqrt(sum([number * number for number in each]))}
+        if self.each_parameter:
+            values |= zip([NORM + name for name in self.names], each, strict=True)
+        return values
 
     def due(self, index: int) -> bool:
         return any(is_due_at(getattr(self, period), index) for period in PERIODS)

@@ -124,11 +124,10 @@ class HeatMaps:
 
     Args:
         directory: Run directory. If None, nothing is written.
-        is_drawn: Whether to draw pictures. Default: True.
     """
 
-    def __init__(self, directory: Path | None, *, is_drawn: bool = True) -> None:
-        self._directory, self._is_drawn = directory, is_drawn
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
         self._tags: dict[str, _Tag] = {}
         fix = "leave out the hooks that give numbers of each layer"
         self._table = None if directory is None else StepTable(directory / TABLE, fix=fix)
@@ -177,7 +176,7 @@ class HeatMaps:
         known = self._tags[tag]
         known.drawn, known.drawn_at = known.count, time.monotonic()
         self.save()
-        if self._table is None or self._directory is None or not self._is_drawn:
+        if self._table is None or self._directory is None:
             return {}
         return {tag: _Picture(self._directory, tag, known.healthy)}
 

@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
 from exp.config.settings import Settings, settings_of
 from exp.construct import build_loggers, build_network, build_objective, build_optimization, build_starting_network
-from exp.engine.buffer import on_host_values
 from exp.engine.checkpoint import (
     CHECKPOINTS,
     AtomicCheckpointIO,
@@ -55,17 +54,15 @@ from exp.engine.stopping import end_by_epochs, end_by_steps
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import hold_lock
 from exp.hooks.memory_use import MIB, peak_of_run
-from exp.hooks.panels import Panel
 from exp.launch.launcher import last_checkpoint
-from exp.loggers.heat_maps import HeatMaps
-from exp.loggers.run_logger import RunLogger, description_of, has_begun
+from exp.loggers.run_logger import Description, RunLogger, description_of, has_begun
 from exp.optim.phase import name_rates
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Ongoing, Report, Status, best_of, explain, write_report
 from exp.shared_types import EPOCH_LOSS, Batch, Stage, best_scalars
 from exp.spelling import among
 from exp.sweeps.jobs import Plain
-from exp.sweeps.stacked_hooks import Found
+from exp.sweeps.stacked_hooks import Numbers
 
 # The strategy that sums values over ranks. A stack has one process, so the sum has one term.
 HERE = SingleDeviceStrategy(device="cpu")
@@ -89,7 +86,7 @@ class Progress:
     step: int
     batches: int
     epochs: int
-    began: float = math.inf
+    began: float = field(default_factory=time.monotonic)
     ended: float | None = None
 
     @property
@@ -99,7 +96,7 @@ class Progress:
     @property
     def seconds(self) -> float:
         """Wall time of the training in this process so far, in seconds."""
-        return max(0.0, (time.monotonic() if self.ended is None else self.ended) - self.began)
+        return (time.monotonic() if self.ended is None else self.ended) - self.began
 
 
 class MemberLog:
@@ -108,7 +105,7 @@ class MemberLog:
     Args:
         directory: Run directory.
         settings: Settings of the job.
-        plain: Config of the job as plain values, interpolations resolved.
+        description: Description of the run for the loggers.
 
     Attributes:
         latest: Last logged value of each tag.
@@ -116,13 +113,11 @@ class MemberLog:
         loggers: Loggers that opened without an error.
     """
 
-    def __init__(self, directory: Path, settings: Settings, plain: Plain) -> None:
-        self._directory, self._settings, self._plain = directory, settings, plain
+    def __init__(self, directory: Path, settings: Settings, description: Description) -> None:
+        self._directory, self._settings, self._description = directory, settings, description
         self.latest: dict[str, float] = {}
         self.stages: dict[str, int] = {}
         self.loggers: list[RunLogger] = []
-        # Heat maps are not drawn, because drawing takes longer than training when there are many members.
-        self._heat_maps = HeatMaps(directory, is_drawn=False)
         self._lines: list[str] = []
 
     def begin(self, step: int) -> None:
@@ -134,33 +129,19 @@ class MemberLog:
         for name, logger in build_loggers(self._settings, self._directory).items():
             if isinstance(logger, RunLogger) and has_begun(logger, name=f"logger.{name}"):
                 self.loggers.append(logger)
-        overrides = read_overrides(self._directory)
-        description = description_of(self._plain, self._directory, overrides=overrides)
         for logger in self.loggers:
-            logger.describe(description)
+            logger.describe(self._description)
             logger.purge(step)
-        self._heat_maps.begin(step)
 
-    def write(self, values: Mapping[str, Tensor | float | Panel], index: int) -> None:
-        """Log floats, tensors and panels by tag.
-
-        Args:
-            values: Values by tag.
-            index: Optimizer step of the values.
-        """
-        numbers, panels = on_host_values(values)
-        self.latest.update(numbers)
-        shown = {tag: panel.draw() for tag, panel in panels.items()}
-        shown = self._heat_maps.replace_columns(shown, index)
+    def write(self, values: Numbers, step: int) -> None:
+        """Log numbers by tag at an optimizer step."""
+        self.latest.update(values)
         for logger in self.loggers:
-            logger.log_metrics(numbers, index)
-            if shown:
-                logger.log_panels(shown, index)
+            logger.log_metrics(values, step)
 
-    def write_stage(self, stage: Stage, values: Mapping[str, float], step: int) -> None:
-        if values and self.stages.get(stage) != step:
-            self.stages[stage] = step
-            self.write(values, step)
+    def write_stage(self, stage: Stage, values: Numbers, step: int) -> None:
+        self.stages[stage] = step
+        self.write(values, step)
 
     def say(self, message: str, *, level: int = logging.INFO) -> None:
         """Add a line for train.log. The next checkpoint, or the end of the run, writes the line to the file."""
@@ -171,7 +152,6 @@ class MemberLog:
 
         The files are closed because a stack has many members, and the number of open files is limited.
         """
-        self._heat_maps.save()
         for logger in self.loggers:
             logger.finalize("")
         if self._lines:
@@ -192,18 +172,25 @@ class MemberUpdates:
     def __init__(self, module: TrainingModule, settings: Settings, *, total_steps: int) -> None:
         trainer, network = settings.trainer, module.network
         self.parameters = [one for one in network.parameters() if one.requires_grad]
-        self.clips = bool(trainer.gradient_clip_val)
         self.optimizer, self.schedule = module.optimization.make(
             network, total_steps=total_steps, total_epochs=trainer.max_epochs
         )
         self._interval, self._trainer = module.optimization.interval, trainer
         self._rates: list[float] | None = None
 
-    def clip(self) -> None:
-        value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
-        clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
+    def clip(self, gradients: Sequence[Tensor]) -> None:
+        """Clip gradients in place if the job clips them.
 
-    def note_rates(self, values: Found, *, is_written: bool) -> None:
+        Args:
+            gradients: Gradient of each parameter.
+        """
+        value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        if value:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
+
+    def note_rates(self, values: Numbers, *, is_written: bool) -> None:
         """Add learning rates to `values` if they changed since the last call, or if the step is written.
 
         Args:
@@ -255,18 +242,12 @@ class Member:
     """
 
     def __init__(
-        self,
-        place: int,
-        decided: Plan,
-        *,
-        plain: Plain,
-        text: str,
-        directory: Path,
-        precision: RunPrecision,
+        self, place: int, decided: Plan, *, plain: Plain, text: str, directory: Path, precision: RunPrecision
     ) -> None:
         settings = settings_of(plain)
         self.place, self.settings, self.directory = place, settings, directory
-        self.ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=1)
+        overrides = read_overrides(directory)
+        self.ongoing = Ongoing(directory, settings, overrides=overrides, world_size=1)
         path = last_checkpoint(directory)
         self._resumed: State | None = None if path is None else read_checkpoint(path)
         saved = self._resumed or {POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
@@ -285,17 +266,16 @@ class Member:
         fitted = decided.data.fitted
         self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
-        self.log = MemberLog(directory, settings, plain)
+        self.log = MemberLog(directory, settings, description_of(plain, directory, overrides=overrides))
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.error: ExpError | None = None
-        self._monitor: str | None = settings.monitor
         self._last_path, self._best_path = (directory / CHECKPOINTS / f"{name}.ckpt" for name in ("last", "best"))
         self._text = text
         self._epoch_sum, self._epoch_size = 0.0, 0
         self._seconds_before = 0.0
-        self._is_better = False
-        self._hold = contextlib.ExitStack()
+        # Closing the stack unlocks the run directory.
+        self.hold = contextlib.ExitStack()
         # Copy of the best state in memory, so that the test stage need not read best.ckpt.
         self._best_state: State | None = None
         self._best_is_written = False
@@ -312,28 +292,16 @@ class Member:
             self._restore(self._resumed)
             self._resumed = None
 
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Catch an error of the code inside, and keep it as the error of this member. The other members continue."""
-        try:
-            yield
-        except ExpError as error:
-            self.error = error
-        except OSError as error:
-            self.error = _as_known(explain(error, self.ongoing, parts=None))
+    def fail(self, error: ExpError | OSError) -> None:
+        """Set the error that ends this member. The other members continue."""
+        self.error = _as_known(explain(error, self.ongoing, parts=None) if isinstance(error, OSError) else error)
 
     def begin(self) -> None:
         """Lock the run directory, so that no other program resumes the run, and open the loggers."""
-        self._hold.enter_context(hold_lock(self.directory / "config.yaml"))
+        self.hold.enter_context(hold_lock(self.directory / "config.yaml"))
         self.log.begin(self._progress.step + 1)
 
-    def release(self) -> None:
-        """Unlock the run directory."""
-        self._hold.close()
-
-    # --- values ---
-
-    def write_step(self, values: Found, losses: Sequence[float], *, index: int, size: int) -> None:
+    def write_step(self, values: Numbers, losses: Sequence[float], *, index: int, size: int) -> None:
         """Log the values of one training step, and add its loss to the mean loss of the epoch.
 
         Args:
@@ -352,10 +320,8 @@ class Member:
         terms = zip(self.module.objective.terms, parts, strict=False)
         self.log.write({**values, "loss/train": loss, **{f"loss/train/{term}": part for term, part in terms}}, index)
 
-    # --- stages ---
-
-    def evaluate(self, stage: Stage, values: Values, batch: Batch) -> None:
-        """Add one batch to the losses and the metrics of a stage."""
+    def evaluate(self, values: Values, *, stage: Stage, batch: Batch) -> None:
+        """Add the values of one batch to the losses and the metrics of a stage."""
         objective, epoch_values = self.module.objective, self.module.values_of(stage)
         _, parts = objective(values, batch)
         epoch_values.add(objective.means(values, parts, size=batch.size))
@@ -377,75 +343,65 @@ class Member:
         return values
 
     def end_epoch(self, *, has_validated: bool, is_complete: bool) -> None:
-        """Log the values of an epoch and compare the monitored value, in the order of `Recording` and `Checkpointing`.
+        """Log the values of an epoch, and compare the monitored value with the best so far.
+
+        The order of events is that of `Recording` and `Checkpointing`. If the value is the best, the state is copied.
+        The copy is written to best.ckpt later, and the test stage loads it.
 
         Args:
             has_validated: Whether the validation split was evaluated.
             is_complete: Whether the epoch has had all its batches.
         """
-        progress = self._progress
+        step, epoch, is_best = self._progress.step, self._progress.epochs - 1, False
         if has_validated:
-            self.metrics.update(self._end_stage("val", progress.step))
-            self._compare()
+            self.metrics.update(self._end_stage("val", step))
+            is_best = self._compare(step, epoch)
         if self._epoch_size:
             mean = self._epoch_sum / self._epoch_size
-            self.log.write_stage("train", {EPOCH_LOSS: mean}, progress.step)
+            self.log.write_stage("train", {EPOCH_LOSS: mean}, step)
             self.metrics |= {EPOCH_LOSS: mean, "loss/train": mean}
         if is_complete:
             self._epoch_sum, self._epoch_size = 0.0, 0
-        if self.best is not None and self.best["epoch"] == progress.epochs:
+        if self.best is not None and self.best["epoch"] == epoch:
             note_metrics(self.best, self.metrics, stage="train")
-
-    def say_epoch(self, epochs: int) -> None:
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
-        self.log.say(f"epoch {self._progress.epochs}/{epochs}  step {self._progress.step}  {shown}")
+        self.log.say(f"epoch {epoch + 1}/{self.settings.trainer.max_epochs}  step {step}  {shown}")
+        if is_best:
+            self._best_state, self._best_is_written = on_host(self._state()), False
 
-    def _compare(self) -> None:
-        """Update `best` if the monitored value of this validation is the best so far.
+    def _compare(self, step: int, epoch: int) -> bool:
+        """Return whether the monitored value is the best so far, and update `best`.
 
         Raises:
             RunError: The monitored tag has no value.
         """
-        if self._monitor is None:
-            return
-        step = self._progress.step
-        value = monitored_value(self.metrics, self._monitor)
+        monitor, mode = self.settings.monitor, self.settings.mode
+        if monitor is None:
+            return False
+        value = monitored_value(self.metrics, monitor)
         if not math.isfinite(value):
-            self.log.say(f"{self._monitor} is {value} at step {step}: not the best", level=logging.WARNING)
-        elif is_better(value, self.best, mode=self.settings.mode):
-            found = {"metric": self._monitor, "value": value, "step": step, "epoch": self._progress.epochs}
-            self.best = best_from(found, self._best_path)
-            note_metrics(self.best, self.metrics, stage="val")
-            for logger in self.log.loggers:
-                logger.log_metrics(best_scalars(self.best), step)
-            self._is_better = True
+            self.log.say(f"{monitor} is {value} at step {step}: not the best", level=logging.WARNING)
+            return False
+        if not is_better(value, self.best, mode=mode):
+            return False
+        found = {"metric": monitor, "value": value, "step": step, "epoch": epoch}
+        self.best = best_from(found, self._best_path)
+        note_metrics(self.best, self.metrics, stage="val")
+        for logger in self.log.loggers:
+            logger.log_metrics(best_scalars(self.best), step)
+        return True
 
     def load_best(self) -> None:
         """Load the best weights for the test stage. Keep the last weights if there is no best checkpoint."""
         if self.best is not None:
             state = self._best_state or read_checkpoint(self._best_path)
             self.module.load_state_dict(state["state_dict"])
-        elif self._monitor is not None:
-            line = f"{self._monitor} was never measured, so there is no best.ckpt: the last weights are tested"
-            self.log.say(line, level=logging.WARNING)
 
     def test(self) -> None:
         """Log the losses and metrics of the test stage."""
         values = self._end_stage("test", self._progress.step if self.best is None else self.best["step"])
         if self.best is not None:
             note_metrics(self.best, values, stage="test")
-
-    # --- checkpoints ---
-
-    def hold_best(self) -> None:
-        """Copy the state of the member if the last validation was the best so far.
-
-        The copy is written to best.ckpt later, and the test stage loads it. Call this method at the end of an epoch,
-        because a run can resume from that position.
-        """
-        if self._is_better:
-            self._is_better = False
-            self._best_state, self._best_is_written = on_host(self._state()), False
 
     def _state(self) -> State:
         """Return the contents of a checkpoint, with references to the live tensors.
@@ -492,7 +448,7 @@ class Member:
             self._best_is_written = True
         step = self._progress.step
         if self.best is not None and self.best["step"] == step:
-            copy_checkpoint(self._best_path, self._last_path)
+            copy_checkpoint(self._best_path, self._last_path, is_synced=False)
         else:
             IO.save_checkpoint(on_host(self._state()), self._last_path)
         self._saved = f"the last good checkpoint is checkpoints/last.ckpt, of step {step}"
@@ -507,15 +463,13 @@ class Member:
         self.log.latest.update(state[LATEST])
         self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
         self._seconds_before = state[SECONDS]
-        if found is None or found["metric"] != self._monitor:
+        if found is None or found["metric"] != self.settings.monitor:
             return
         known, step = best_from(found, self._best_path), state["global_step"]
         self.best = find_best(known, self._last_path, self._best_path, step=step)
         if self.best is None:
             line = f"the best.ckpt of step {found['step']} is missing: only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)
-
-    # --- the end ---
 
     def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:
         """Write the report and close the loggers.
@@ -540,7 +494,7 @@ class Member:
         except (OSError, RunError) as second:
             error = second if error is None else error
         finally:
-            self.release()
+            self.hold.close()
         return report if error is None else _as_known(error)
 
     def _report(self, status: Status, *, error: BaseException | None) -> Report:

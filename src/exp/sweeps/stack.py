@@ -51,7 +51,7 @@ from exp.signals import SignalFlag
 from exp.sweeps.executor import Unstacked
 from exp.sweeps.jobs import Job, Plain
 from exp.sweeps.member import Member, Progress
-from exp.sweeps.stacked_hooks import Found, StackedHooks
+from exp.sweeps.stacked_hooks import Numbers, StackedHooks
 from exp.sweeps.stacked_network import StackedNetwork, Unstackable, examine
 from exp.sweeps.stacking import obstacle
 
@@ -66,7 +66,6 @@ MOST_MEMBERS = 64
 MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
 # On a CPU, recurrent layers and operators with this many multiply-adds are slower in a stack.
 # Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
-SLOW_IN_A_STACK = (nn.RNNBase,)
 LARGE_OPERATOR = 2**26
 
 
@@ -87,11 +86,6 @@ def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
     Raises:
         Unstackable: The jobs cannot be stacked. No run directory was created.
     """
-    with torch.random.fork_rng(devices=[]):
-        yield from _train(jobs, at_once=at_once)
-
-
-def _train(jobs: Sequence[Job], *, at_once: int) -> Iterator[Outcome]:
     forget_peak_memory()
     examined = examine_config(resolve(jobs[0].new_config()))
     decided = examined.plan()
@@ -152,7 +146,7 @@ def is_faster(decided: Plan, network: nn.Module) -> bool:
     The rule uses the network and its input, not a measurement. A stack saves time between operators, and large
     operators spend little time there. Recurrent layers run slower in a stack.
     """
-    has_slow_layers = any(isinstance(module, SLOW_IN_A_STACK) for module in network.modules())
+    has_slow_layers = any(isinstance(module, nn.RNNBase) for module in network.modules())
     return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
 
 
@@ -244,12 +238,13 @@ class Stack:
         self._optimizers = DirectSteps([one.optimizer for one in updates], [one.parameters for one in updates])
         self._hooks = StackedHooks(
             decided.hooks,
-            [(member.network, member.updates.optimizer, member.updates.clips) for member in members],
+            first.network,
+            updates[0].optimizer,
             forward=self._forward,
             total_steps=total_steps,
         )
         # Steps that are not logged yet: number, samples, losses `[T, M]`, and the values of each member by tag.
-        self._waiting: list[tuple[int, int, Tensor, list[Found]]] = []
+        self._waiting: list[tuple[int, int, Tensor, list[Numbers]]] = []
         self._seconds_waited = 0.0
 
     # --- the run ---
@@ -273,14 +268,14 @@ class Stack:
             if len(self._running) > 1:
                 # Any member may have caused the error. Each job runs again alone, so only that job fails.
                 for member in self._running:
-                    member.release()
+                    member.hold.close()
                     yield member.place, Unstacked(f"together they ended with {one_line(error)}")
                 return
             for member in self._running:
                 yield member.place, member.end("failed", error=explain(error, member.ongoing, parts=None))
         finally:
             for member in self._members:
-                member.release()
+                member.hold.close()
             self._hooks.detach()
 
     def _work(self) -> Iterator[None]:
@@ -288,7 +283,8 @@ class Stack:
         set_threads(threads_of(self._decided.settings.runtime.threads, operator=self._decided.operator))
         for member in self._members:
             member.begin()
-            member.log.say(f"trained in a stack of {len(self._members)} jobs, in process {os.getpid()}")
+            where = f"a stack of {len(self._members)} jobs, in process {os.getpid()}"
+            member.log.say(f"trained in {where}; a stack logs no heat maps and no histograms")
         self._progress.began = saved_at = time.monotonic()
         is_trained = self._start.validation_due and self._start.epoch_complete
         while not self._is_over:
@@ -300,10 +296,10 @@ class Stack:
                 break
             self._raise_signal()
             if time.monotonic() - saved_at >= SAVE_SECONDS:
-                self._save()
+                self._each(Member.save)
                 saved_at = time.monotonic()
         self._progress.ended = time.monotonic()
-        self._save()
+        self._each(Member.save)
         yield
         if self._running and self._decided.settings.test and "test" in self._decided.data.stages:
             self._each(Member.load_best)
@@ -347,20 +343,25 @@ class Stack:
         if has_validated:
             self._evaluate("val")
         is_complete = progress.batch == len(self._loader)
-        self._each(functools.partial(Member.end_epoch, has_validated=has_validated, is_complete=is_complete))
         progress.epochs += 1
         if is_complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        self._each(functools.partial(Member.say_epoch, epochs=self._epochs))
-        self._each(Member.hold_best)
+        self._each(functools.partial(Member.end_epoch, has_validated=has_validated, is_complete=is_complete))
         yield
 
-    def _each(self, work: Callable[[Member], None]) -> None:
-        """Call a function for each running member. If the call raises an error, only that member fails."""
-        for member in self._running:
+    def _each(self, work: Callable[..., None], *entries: Sequence[Any]) -> None:
+        """Call a function for each running member. If the call raises an error, only that member fails.
+
+        Args:
+            work: Function. Its arguments are a member and the entry of the member in each sequence.
+            *entries: Sequences with an entry for each member.
+        """
+        for member, *own in zip(self._members, *entries, strict=True):
             if member.error is None:
-                with member.failing():
-                    work(member)
+                try:
+                    work(member, *own)
+                except (ExpError, OSError) as error:
+                    member.fail(error)
 
     # --- a step ---
 
@@ -378,19 +379,15 @@ class Stack:
         gradients, losses = self._network.gradients(batch, is_shared=is_shared, epoch=progress.epoch, index=batch_idx)
         progress.batches += 1
         rows = list(zip(*(gradients[name].unbind(0) for name in self._network.trained), strict=True))
-        clipped = [place for place, member in enumerate(members) if member.updates.clips]
-        for place in range(len(members)) if hooks.need_gradients() else clipped:
-            for parameter, gradient in zip(members[place].updates.parameters, rows[place], strict=True):
-                parameter.grad = gradient
-        values = hooks.after_backward(gradients)
+        values = hooks.after_backward(gradients, members=len(members))
         is_flush = is_written(index, first=self._start.step, every=self._log_every)
-        for member, found in zip(members, values, strict=True):
+        for member, own, found in zip(members, rows, values, strict=True):
             member.updates.note_rates(found, is_written=is_flush)
-        for place in clipped:
-            members[place].updates.clip()
-        hooks.after_clipping(values)
+            member.updates.clip(own)
         self._optimizers(rows)
-        hooks.after_step(values)
+        shared = hooks.after_step()
+        for found in values:
+            found |= shared
         progress.step = index
         self._move_schedules("step")
         self._waiting.append((index, batch.global_size, losses, values))
@@ -412,10 +409,7 @@ class Stack:
         """Log the waiting steps. A member fails if its loss is not finite."""
         steps, self._waiting = self._waiting, []
         for index, size, losses, values in steps:
-            for member, found, own in zip(self._members, values, losses.T.tolist(), strict=True):
-                if member.error is None:
-                    with member.failing():
-                        member.write_step(found, own, index=index, size=size)
+            self._each(functools.partial(Member.write_step, index=index, size=size), values, losses.T.tolist())
 
     def _end_failed(self) -> Iterator[Outcome]:
         """Yield the members that failed since the last call, each with its error."""
@@ -424,14 +418,11 @@ class Stack:
         for member in failed:
             yield member.place, member.end("failed", error=member.error)
 
-    def _save(self) -> None:
-        self._each(Member.save)
-
     def _save_interrupted(self, signum: int) -> Iterator[Outcome]:
         """Save all members, and yield each with the error Interrupted."""
         self._flush()
         if self._progress.step:
-            self._save()
+            self._each(Member.save)
         yield from self._end_failed()
         for member in self._running:
             saved = last_checkpoint(member.directory)
@@ -474,9 +465,7 @@ class Stack:
             batch = self._precision.convert_input(batch)
             each = self._network.evaluate(batch)
             with torch.no_grad(), self._precision.forward_context():
-                for member, values in zip(self._members, each, strict=True):
-                    if member.error is None:
-                        member.evaluate(stage, values, batch)
+                self._each(functools.partial(Member.evaluate, stage=stage, batch=batch), each)
 
 
 def _stack_rows(entries: Sequence[Any], index: Tensor) -> Any:

@@ -31,6 +31,10 @@ OWN_KEYS = (
 )  # fmt: skip
 OWN_TRAINER_KEYS = ("gradient_clip_val", "gradient_clip_algorithm", "enable_progress_bar", "enable_model_summary")
 HOOKS = {f"exp.hooks.{name.lower()}.{name}" for name in ("Gradients", "Memory", "Throughput")}
+# Settings of hooks that a stack does not support. It leaves out values whose period is auto.
+OF_SINGLE_RUNS = (
+    *("peak_flops", "clipped", "heat_map_every_n_steps", "histogram_every_n_steps", "update_ratio_every_n_steps"),
+)
 LOGGERS = {"exp.tensorboard.logger.TensorBoardLogger"}
 DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "3d")}
 # LBFGS calls the loss several times, and SparseAdam needs sparse gradients. A stack supports neither.
@@ -135,8 +139,9 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
             if node["_target_"] not in known:
                 yield f"{group}.{name}", "it looks at one run"
     for name, node in plain["hooks"].items():
-        if node.get("peak_flops") is not None:
-            yield f"hooks.{name}.peak_flops", "the FLOPs of a stack are those of all its members"
+        for setting in OF_SINGLE_RUNS:
+            if node.get(setting) not in (None, "auto"):
+                yield f"hooks.{name}.{setting}", "a stack logs no FLOPs, and no other values of gradients than norms"
     if plain["optimizer"]["_target_"] in OTHER_OPTIMIZERS:
         yield "optimizer", "it calls the loss several times, or takes sparse gradients"
     epochs = plain["trainer"]["max_epochs"]

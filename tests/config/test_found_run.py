@@ -247,8 +247,8 @@ class Freezing:
     def __init__(self):
         self.frozen, self._ends = [], []
 
-    def start(self, work):
-        (job,) = work.jobs
+    def start(self, jobs):
+        (job,) = jobs
         self.frozen.append(freeze(resolve(job.new_config()).config))
         self._ends = [End(job=job.number, outcome=RunError("enough"))]
 

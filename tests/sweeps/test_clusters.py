@@ -20,7 +20,6 @@ from exp.extras.clusters.launcher_settings import RaySettings, SlurmSettings, la
 from exp.extras.clusters.slurm import SlurmExecutor
 from exp.run_report import Report, read_report, write_report
 from exp.start import prepare
-from exp.sweeps.executor import Work
 from exp.sweeps.job import JobProcesses
 from exp.sweeps.jobs import Job, with_config
 from exp.sweeps.sweep import compose_sweep
@@ -39,7 +38,7 @@ COMMANDS = {
 
 def work(number, *overrides):
     job = Job(number=number, overrides=(*SMALL, *overrides), swept={}, packed=None)
-    return Work(jobs=(with_config(job, exp.compose([*job.overrides]), Path(f"outputs/{number}").absolute()),))
+    return [with_config(job, exp.compose([*job.overrides]), Path(f"outputs/{number}").absolute())]
 
 
 @pytest.fixture
@@ -94,8 +93,6 @@ def test_jobs_are_submitted_to_slurm_and_followed(slurm, monkeypatch):
 
 def test_a_rejected_job_has_failed(slurm, tmp_path):
     running = slurm(nodes=1)
-    with pytest.raises(ConfigError, match=r"sweep\.stack: 2 jobs in one process, on a cluster"):
-        running.start(Work(jobs=(*work(0).jobs, *work(1).jobs)))
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho no partition >&2\nexit 1\n")
     running.start(work(0))
     running.start(work(1, "launch.nodes=2", "strategy=ddp"))

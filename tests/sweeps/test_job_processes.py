@@ -14,8 +14,8 @@ SMALL = ("callbacks=[ends]", "hooks=[]", "logger=[]", "test=false", "trainer.lim
 ENDLESS = (*SMALL, "trainer.max_epochs=100000", "callbacks.ends.how=waits")
 # Part of the job's error for each way in which its process ends; empty if the job completes.
 ERRORS = {
-    "exit_0": "ended with status 0 without a message; the last line of its log",
-    "segmentation_fault": "was killed by SIGSEGV; Segmentation fault in ends.py, line",
+    "exit_0": "ended with status 0 without a message. Its output is in outputs/",
+    "segmentation_fault": "was killed by SIGSEGV. Its output is in outputs/",
     "changes": "",
     "well": "",
     "sys_exit": "SystemExit: 0",
@@ -23,7 +23,7 @@ ERRORS = {
     "no_memory": "out of memory",
     "limited_memory": "out of memory",
     "raises": "ValueError: raised by the user",
-    "aborts": "was killed by SIGABRT; Aborted in",
+    "aborts": "was killed by SIGABRT",
     "full_disk": "File too large",
 }
 
@@ -37,8 +37,7 @@ def test_each_end_of_a_process_is_one_row(count, commands, table):
     assert done.returncode == 1, done.stderr
     for row, how in zip(table(), hows, strict=True):
         assert row["status"] == ("failed" if ERRORS[how] else "completed"), row
-        # The full path of ends.py is in the message.
-        assert all(words in row["error"] for words in ERRORS[how].split("in ends.py")), row
+        assert ERRORS[how] in row["error"], row
         # If the disk is full, the report is also missing.
         assert how == "full_disk" or len(list(Path("outputs").rglob(f"{row['directory']}/report.json"))) == 1
     assert set(Path("found").read_text().splitlines()) == {"torch.float32 None True"}
@@ -62,23 +61,6 @@ def test_ctrl_c_saves_running_jobs_and_starts_no_others(started, table):
     assert done.returncode == 130, done.stderr
     assert [row["status"] for row in table()] == ["interrupted", "interrupted", "not started"]
     assert "Resume with" in done.stderr
-    assert len(list(Path("outputs").rglob("last.ckpt"))) == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has a job server")
-def test_running_jobs_outlive_their_server(started, table):
-    words = ("-m", *ENDLESS, "seed=1,2", "sweep.jobs=2")
-    command = started(*words, pattern="waits*", count=2, fresh_ranks=True)
-    jobs = {int(path.name.removeprefix("waits")) for path in Path().glob("waits*")}
-    (server,) = {psutil.Process(job).parent().pid for job in jobs}
-    assert server != command.process.pid
-    os.kill(server, signal.SIGKILL)
-    time.sleep(0.5)  # the sweep checks its jobs several times in this time
-    assert all(psutil.pid_exists(job) for job in jobs)
-    os.kill(command.process.pid, signal.SIGINT)
-    done = command.end()
-    assert done.returncode == 130, done.stderr
-    assert [row["status"] for row in table()] == ["interrupted", "interrupted"]
     assert len(list(Path("outputs").rglob("last.ckpt"))) == 2
 
 

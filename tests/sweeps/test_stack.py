@@ -293,5 +293,6 @@ def test_a_late_refusal_unstacks_the_jobs_without_an_outcome(monkeypatch):
     monkeypatch.setattr("exp.sweeps.stack.train", late)
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-    found = [(place, type(outcome)) for place, outcome in outcomes([None] * 3, True, threads, 1, fit)]
+    stacked = Job(number=0, overrides=(), swept={}, packed=None, is_stacked=True)
+    found = [(place, type(outcome)) for place, outcome in outcomes([stacked] * 3, threads, 1, fit)]
     assert found == [(1, NonFiniteError), (0, Unstacked), (2, Unstacked)]

@@ -52,8 +52,8 @@ class Runs:
         self.configs = []
         self._ends = []
 
-    def start(self, work):
-        for job in work.jobs:
+    def start(self, jobs):
+        for job in jobs:
             config = job.new_config()
             self.configs.append(config)
             try:

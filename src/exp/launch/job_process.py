@@ -70,7 +70,6 @@ class JobProcess(Generic[Result]):
     ) -> None:
         self.values: list[Result] = []
         self.died: Died | None = None
-        self._pidfd: int | None = None
         self._results, theirs = CONTEXT.Pipe(duplex=False)
         variables = {**os.environ, **(environment or {})}
         with nullcontext() if output is None else output.open("ab") as file, theirs:
@@ -78,7 +77,6 @@ class JobProcess(Generic[Result]):
             self._process = CONTEXT.Process(target=_work, args=(function, arguments, theirs, streams, variables))
             try:
                 self._process.start()
-                self._pidfd = _pidfd(self._process.pid)
             except (EOFError, ConnectionError):  # the server ends if it cannot fork
                 self.died = Died("could not be started: the system permits no more processes, or no more memory")
             except OSError as error:  # no descriptor is left, or the server's socket was removed
@@ -86,20 +84,16 @@ class JobProcess(Generic[Result]):
 
     def signal(self, signum: int) -> None:
         """Send a signal to the process if it is running."""
-        if self.died is not None:
-            return
-        with suppress(ProcessLookupError):
-            if self._pidfd is not None:
-                signal.pidfd_send_signal(self._pidfd, signum)
-            elif self._process.is_alive():
-                assert self._process.pid is not None
+        if self.died is None and self._process.is_alive():
+            assert self._process.pid is not None
+            with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signum)
 
     def kill(self) -> None:
         """Kill the process and its children if it is running, and wait until it has ended."""
         if self.died is None:
             self.signal(signal.SIGKILL)
-            wait_for([self._end])
+            wait_for([self._process.sentinel])
             self.receive()
 
     @property
@@ -107,18 +101,13 @@ class JobProcess(Generic[Result]):
         """Handles for `multiprocessing.connection.wait`. It returns when a value arrives or the process ends."""
         if self.died is not None:
             return []
-        return [self._end, *([] if self._results.closed else [self._results])]
-
-    @property
-    def _end(self) -> int:
-        """Handle that is ready when the process has ended."""
-        return self._process.sentinel if self._pidfd is None else self._pidfd
+        return [self._process.sentinel, *([] if self._results.closed else [self._results])]
 
     def receive(self) -> None:
         """Append the values that have arrived to `values`. If the process has ended, set `died` and free resources."""
         if self.died is not None:
             return
-        has_ended = bool(wait_for([self._end], 0))
+        has_ended = bool(wait_for([self._process.sentinel], 0))
         if has_ended:
             assert self._process.pid is not None
             with suppress(ProcessLookupError, PermissionError):  # macOS raises PermissionError for a group of zombies
@@ -129,27 +118,12 @@ class JobProcess(Generic[Result]):
         except (EOFError, ConnectionError):  # the process was killed, perhaps while it sent a value
             self._results.close()
         if has_ended:
-            self._process.join()  # the server reports the exit status; if the server has ended, the status is 255
+            # The server reports the exit status. If the server has ended, its jobs were killed above, with status 255.
+            self._process.join()
             assert self._process.exitcode is not None
             self.died = Died(death(rank=0, returncode=self._process.exitcode, detail="").reason)
             self._process.close()
             self._results.close()
-            if self._pidfd is not None:
-                os.close(self._pidfd)
-
-
-def _pidfd(pid: int | None) -> int | None:
-    """Return a file descriptor that is ready when a process ends; None if the system does not support it.
-
-    The sentinel of multiprocessing is not sufficient, because it is also ready when the fork server ends.
-    """
-    assert pid is not None
-    if sys.platform != "linux":
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # the process has ended already, or the kernel is older than Linux 5.3
-        return None
 
 
 class _Descriptor:

@@ -5,7 +5,7 @@ A sweep decides which jobs exist and in which order they start. An executor runs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,27 +24,13 @@ Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The jobs that one process runs: a single job, or several jobs that are trained together.
-
-    Attributes:
-        jobs: Checked jobs. A job resumes from its newest checkpoint if its run directory has a config.yaml.
-        is_stack: Whether the jobs are trained together. A resumed stack may have one job, if its other jobs have ended.
-    """
-
-    jobs: tuple[Job, ...]
-    is_stack: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class End:
     """The end of one job.
 
     Attributes:
         job: Number of the job.
-        outcome: Report of the job, or the error that ended it. If the process of the job died, the error is a RunError
-            with the last line of its output. After a signal the error is Interrupted. Unstacked means that the job
-            has to run again alone.
+        outcome: Report of the job, or the error that ended it. If the process of the job died, the error is a
+            RunError. After a signal the error is Interrupted. Unstacked means that the job has to run again alone.
     """
 
     job: int
@@ -59,7 +45,10 @@ class Unstacked(RunError):
 
 
 class Executor(Protocol):
-    """Runs several works at a time. Each work runs in a separate process, so a crash does not affect other works."""
+    """Runs several jobs at a time, each in a separate process, so that a crash does not affect other jobs.
+
+    One process may also run several jobs, which are then trained together as a stack.
+    """
 
     @property
     def stacks(self) -> bool:
@@ -67,10 +56,16 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> int:
-        """Return the number of works that can run at a time."""
+        """Return the number of processes that can run at a time."""
 
-    def start(self, work: Work) -> None:
-        """Start a work and return at once. The caller never starts more than `slots` works at a time."""
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Start a process for one job or one stack, and return at once.
+
+        The caller never starts more than `slots` processes at a time.
+
+        Args:
+            jobs: Checked jobs. A job resumes from its newest checkpoint if its run directory has a config.yaml.
+        """
 
     def ends(self, timeout: float) -> list[End]:
         """Wait until a job ends, a signal arrives, or the timeout passes.

@@ -6,12 +6,10 @@ User code may end such a process. The check then reports one error, or one row o
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +18,10 @@ from omegaconf import DictConfig
 from exp.config.frozen import COMPOSITION, OUTPUT, read_frozen, read_overrides
 from exp.config.reading import plain_values
 from exp.config.settings import settings_of
-from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_error, innermost_frame, one_line
+from exp.errors import ConfigError, ExpError, Interrupted, RunError, config_error, one_line
 from exp.launch.job_process import Died, call, collect, start_server
 from exp.launch.launcher import last_checkpoint
 from exp.launch.supervision import collect_signals
-from exp.output import show_transient_line
 from exp.redaction import redact
 from exp.run_report import Ongoing, Report, find_report, write_bad_end
 from exp.signals import install_handler
@@ -51,19 +48,12 @@ MODULES = (
     "numpy.ma",
     "PIL.PngImagePlugin",
 )
-# Number of bytes at the end of a job's output in which its last line is searched.
-TAIL_BYTES = 20_000
-# A stack frame in the output of faulthandler. The innermost frame comes first.
-FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-STAMP = re.compile(r"^[-\d]+ [\d:,.]+ ")
-# Largest number of checks that may end their process. After that, the remaining jobs get the last such error.
-MAX_DEATHS = 20
-
 
 Result = TypeVar("Result")
 # Function that checks a config. Its second argument is its result for the previous job.
 Validate = Callable[[DictConfig, Any], Any]
-# Result of `need_settings` for a job, followed by its need and the machine.
+# Needs of jobs with the machine, by the result of `need_settings`, and one entry of this mapping.
+KnownNeeds = dict[str, tuple[Need, Machine]]
 KnownNeed = tuple[str, tuple[Need, Machine]]
 
 
@@ -75,13 +65,17 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
         packed: Config of each job, as packed by `exp.sweeps.jobs.pack`.
     """
     install_handler(signal.SIG_DFL)  # after this call, only user code raises KeyboardInterrupt
-    view, before = GpuView(), None
+    outer = {name: value for name, value in os.environ.items() if name == VISIBLE}
+    known: KnownNeeds = {}
+    before = None
     for config in map(unpack, packed):
         try:
-            asked = view.of(config)
+            try:
+                need = _show_gpus(config, outer, known)
+            except Exception:
+                validate(config, before)  # its error has more details
+                raise
             before = validate(config, before)
-            if isinstance(asked, Exception):
-                raise asked
         except ExpError as error:
             error.__cause__ = error.__context__ = None
             yield error
@@ -89,42 +83,28 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
             traceback.print_exc()
             yield _check_error(f"with {redact(one_line(error))}; its traceback is above")
         else:
-            yield need_settings(config), asked
+            yield need
 
 
-class GpuView:
-    """Sets CUDA_VISIBLE_DEVICES so that this process sees as many GPUs as a job.
+def _show_gpus(config: DictConfig, outer: Mapping[str, str], known: KnownNeeds) -> KnownNeed:
+    """Make this process see as many GPUs as a job, because strategy=auto depends on the number of visible GPUs.
 
-    This matters because strategy=auto depends on the number of visible GPUs.
+    Args:
+        config: Config of the job.
+        outer: Variable CUDA_VISIBLE_DEVICES of this process, if it is set.
+        known: Needs of earlier jobs. The need of this job is added.
+
+    Returns:
+        The key of the job in `known`, and its need with the machine.
     """
-
-    def __init__(self) -> None:
-        self._everything = {name: value for name, value in os.environ.items() if name == VISIBLE}
-        self._known: dict[str, tuple[Need, Machine]] = {}
-
-    def of(self, config: DictConfig) -> tuple[Need, Machine] | Exception:
-        """Return the need of a job and the machine, and show this process the GPUs of the job.
-
-        Returns:
-            The need and the machine. If they cannot be determined, the exception is returned, because the check of the
-            job may find a better message.
-
-        Raises:
-            ConfigError: The machine does not support sweep.devices_per_job.
-        """
-        os.environ.pop(VISIBLE, None)
-        os.environ.update(self._everything)
-        try:
-            wanted = need_settings(config)
-            if wanted not in self._known:
-                self._known[wanted] = need_of(config)
-        except Exception as error:
-            if isinstance(error, ConfigError) and any(one.key.startswith("sweep.") for one in error.errors):
-                raise
-            return error
-        need, machine = self._known[wanted]
-        os.environ.update(visible_gpus(Devices.of(machine, self._everything).take(need)))
-        return need, machine
+    os.environ.pop(VISIBLE, None)
+    os.environ.update(outer)
+    wanted = need_settings(config)
+    if wanted not in known:
+        known[wanted] = need_of(config)
+    need, machine = known[wanted]
+    os.environ.update(visible_gpus(Devices.of(machine, outer).take(need)))
+    return wanted, known[wanted]
 
 
 def _check_error(how: str) -> ConfigError:
@@ -162,8 +142,7 @@ class JobProcesses:
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
         self.fit, self._validate = fit, validate
-        self.needs: dict[str, tuple[Need, Machine]] = {}
-        self._has_checked = False
+        self.needs: KnownNeeds = {}
 
     def start(self) -> None:
         """Start the fork server. It imports the modules of a job while this process continues."""
@@ -184,12 +163,7 @@ class JobProcesses:
             Interrupted: A signal arrived.
         """
         found: list[ConfigError | None] = []
-        deaths = 0
-        # The checking process has to import torch before its first job, which takes seconds.
-        is_loaded = self._has_checked or "torch" in sys.modules
-        waiting = nullcontext() if is_loaded else show_transient_line("loading torch")
-        self._has_checked = True
-        with collect_signals() as received, waiting:
+        with collect_signals() as received:
             while len(found) < len(configs):
                 self.start()
                 results, died = collect(check_all, self._validate, configs[len(found) :])
@@ -202,10 +176,7 @@ class JobProcesses:
                         self.needs.update([result])
                         found.append(None)
                 if len(found) < len(configs):
-                    deaths += 1
                     found.append(_check_error(str(died).removeprefix("ended ")))
-                if deaths == MAX_DEATHS:
-                    found += [found[-1]] * (len(configs) - len(found))
             if received:  # a signal arrived after the last check
                 raise Interrupted(signum=received[0], checkpoint=None)
         return found
@@ -215,7 +186,7 @@ class JobProcesses:
 
         Raises:
             ExpError: The error that ended the job.
-            RunError: The process ended without a result. The message has the last line of its output.
+            RunError: The process ended without a result.
         """
         directory = Path(config[COMPOSITION].directory)
         try:
@@ -230,8 +201,8 @@ class JobProcesses:
 
 
 def dead_job(directory: Path, died: Died) -> RunError:
-    """Return the error of a job if its process ended without a result. The message has the last line of its output."""
-    return RunError(f"the process of the job {died}{_last_words(directory)}")
+    """Return the error of a job if its process ended without a result."""
+    return RunError(f"the process of the job {died}. Its output is in {os.path.relpath(directory / OUTPUT)}")
 
 
 def interruption_of(directory: Path, signum: int) -> Interrupted:
@@ -259,29 +230,3 @@ def report_bad_end(directory: Path, error: ExpError) -> None:
         write_bad_end(ongoing, error, has_ranks=True)
     except RunError as second:
         print(second, file=sys.stderr)
-
-
-def _last_words(directory: Path) -> str:
-    """Return the location of a crash. Without one, return the last lines of the log and the output."""
-    output = _tail(directory / OUTPUT)
-    if "Fatal Python error: " in output:
-        what, _, stack = output.rpartition("Fatal Python error: ")[2].partition("\n")
-        frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in FRAME.findall(stack)]
-        frame = innermost_frame(frames[::-1]) if frames else None
-        return f"; {what}" + (f" in {frame.filename}, line {frame.lineno}, in {frame.name}" if frame else "")
-    lines = {"its log": last_line(directory / "train.log"), OUTPUT: last_line(directory / OUTPUT)}
-    return "".join(f"; the last line of {whose}: {STAMP.sub('', line)}" for whose, line in lines.items() if line)
-
-
-def last_line(path: Path) -> str:
-    """Return the last line of a file that is not blank. Return "" if there is no such line."""
-    return next((line.strip() for line in reversed(_tail(path).splitlines()) if line.strip()), "")
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""

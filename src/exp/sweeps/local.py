@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +23,7 @@ from exp.config.frozen import OUTPUT
 from exp.errors import ExpError, RunError, describe_exception
 from exp.launch.job_process import Died, JobProcess, wait
 from exp.sweeps.devices import Devices, Jobs, Need, need_settings, slots, threads, visible_gpus
-from exp.sweeps.executor import End, Unstacked, Work
+from exp.sweeps.executor import End, Unstacked
 from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_end, run_job
 
 if TYPE_CHECKING:
@@ -35,18 +35,16 @@ SIGNAL_SECONDS = 0.1
 
 def outcomes(
     jobs: Sequence[Job],
-    is_stack: bool,
     most_threads: int,
     at_once: int,
     fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
-    """Run the jobs of a work in this process.
+    """Run a job or a stack of jobs in this process.
 
     Args:
         jobs: Jobs with existing run directories.
-        is_stack: Whether the jobs are trained together.
         most_threads: Largest number of operator threads per rank, if a config sets none.
-        at_once: Number of works that share the machine.
+        at_once: Number of processes that share the machine.
         fit: Runs a job that is not in a stack.
 
     Yields:
@@ -57,7 +55,7 @@ def outcomes(
     each = min(most_threads, torch.get_num_threads())
     torch.set_num_threads(each)
     os.environ["OMP_NUM_THREADS"] = str(each)  # the ranks of a job read this variable
-    if not is_stack:
+    if not jobs[0].is_stacked:
         yield 0, run_job(fit, _config_in_place(jobs[0]))
         return
     from exp.sweeps.stack import train
@@ -85,30 +83,32 @@ def _config_in_place(job: Job) -> DictConfig:
 
 @dataclass(kw_only=True)
 class _Running:
-    """A running work.
+    """A process that runs a job or a stack of jobs.
 
     Attributes:
-        work: The work.
-        process: Its process.
-        need: CPU processes and GPUs that the work needs.
+        jobs: The jobs.
+        process: The process.
+        need: CPU processes and GPUs that the process needs.
         gpus: Names of its GPUs.
         waiting: Indices of the jobs that are still running.
     """
 
-    work: Work
+    jobs: Sequence[Job]
     process: JobProcess[tuple[int, Report | ExpError]]
     need: Need
     gpus: tuple[str, ...]
-    waiting: list[int] = field(default_factory=list)
+    waiting: list[int]
 
 
 class LocalExecutor:
-    """Runs works at the same time on this machine.
+    """Runs jobs at the same time on this machine.
 
     Args:
         processes: Checks jobs and starts processes.
         jobs: Value of `sweep.jobs`. `auto` derives the number from the needs of the checked jobs.
     """
+
+    stacks = True
 
     def __init__(self, processes: JobProcesses, *, jobs: Jobs = "auto") -> None:
         self._processes, self._jobs = processes, jobs
@@ -118,45 +118,39 @@ class LocalExecutor:
         self._signals: list[int] = []
 
     @property
-    def stacks(self) -> bool:
-        """Return whether jobs may be trained together."""
-        return True
-
-    @property
     def slots(self) -> int:
-        """Number of works that can run at a time, for any choice of the checked jobs."""
+        """Number of processes that can run at a time, for any choice of the checked jobs."""
         asked = self._processes.needs.values()
         if not asked:
             return 1 if self._jobs == "auto" else self._jobs
         return slots({need for need, _ in asked}, jobs=self._jobs, machine=next(iter(asked))[1])
 
-    def start(self, work: Work) -> None:
-        """Start a work and return at once."""
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Start a process for one job or one stack, and return at once."""
         try:
-            work = replace(work, jobs=tuple(map(_in_own_directory, work.jobs)))
-            output = cast(Path, work.jobs[0].directory) / OUTPUT
+            jobs = list(map(_in_own_directory, jobs))
+            output = cast(Path, jobs[0].directory) / OUTPUT
             output.touch()
         except OSError as error:
             failed = RunError(f"the job could not begin: {describe_exception(error)}")
-            self._ended += [End(job=job.number, outcome=failed) for job in work.jobs]
+            self._ended += [End(job=job.number, outcome=failed) for job in jobs]
             return
-        need, machine = self._processes.needs[need_settings(work.jobs[0].new_config())]
+        need, machine = self._processes.needs[need_settings(jobs[0].new_config())]
         if self._devices is None:
             self._devices = Devices.of(machine, os.environ)
         gpus = self._devices.take(need)
         self._processes.start()
         process = JobProcess(
             outcomes,
-            work.jobs,
-            work.is_stack,
+            jobs,
             threads(need, slots=self.slots, machine=machine),
             self.slots,
             self._processes.fit,
             output=output,
             environment=visible_gpus(gpus),
         )
-        waiting = list(range(len(work.jobs)))
-        self._running.append(_Running(work=work, process=process, need=need, gpus=gpus, waiting=waiting))
+        waiting = list(range(len(jobs)))
+        self._running.append(_Running(jobs=jobs, process=process, need=need, gpus=gpus, waiting=waiting))
 
     def ends(self, timeout: float) -> list[End]:
         """Wait until a job ends, but at most `timeout` seconds and at most SIGNAL_SECONDS. See `Executor.ends`."""
@@ -188,7 +182,7 @@ class LocalExecutor:
         for one in tuple(self._running):
             for place, outcome in one.process.values:
                 one.waiting.remove(place)
-                self._ended.append(End(job=one.work.jobs[place].number, outcome=outcome))
+                self._ended.append(End(job=one.jobs[place].number, outcome=outcome))
             one.process.values.clear()
             died = one.process.died
             if died is None:
@@ -196,8 +190,8 @@ class LocalExecutor:
             self._running.remove(one)
             if self._devices is not None:
                 self._devices.release(one.gpus, one.need)
-            for job in map(one.work.jobs.__getitem__, one.waiting):
-                if one.work.is_stack and not self._signals:
+            for job in map(one.jobs.__getitem__, one.waiting):
+                if job.is_stacked and not self._signals:
                     # Any of the jobs may have ended the process. Each job runs again alone, so only that job fails.
                     outcome = Unstacked(f"their process {died}")
                 else:

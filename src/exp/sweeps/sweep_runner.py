@@ -15,7 +15,7 @@ from typing import cast
 from exp.errors import ExpError, Interrupted
 from exp.launch.supervision import collect_signals
 from exp.run_report import Report
-from exp.sweeps.executor import Executor, Unstacked, Work
+from exp.sweeps.executor import Executor, Unstacked
 from exp.sweeps.job_queue import Queue
 from exp.sweeps.jobs import Job
 from exp.sweeps.ledger import Entry, Ledger, clear_unfrozen, identity_of
@@ -157,7 +157,7 @@ class SweepRunner:
                 shown = os.path.relpath(directory, self._directory)
                 entries.append(Entry(job=job.number, identity=identity_of(job.plain), directory=shown))
         self._ledger.write(entries)
-        self._executor.start(Work(jobs=tuple(jobs), is_stack=any(job.is_stacked for job in jobs)))
+        self._executor.start(jobs)
         self._running |= {job.number: _Running(job=job, started=started, process=process) for job in jobs}
 
     def _place(self, job: Job) -> Job:

@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ from omegaconf import DictConfig
 
 from exp.config.frozen import COMPOSITION, OUTPUT
 from exp.config.settings import LaunchSettings, Settings
-from exp.errors import ExpError, Interrupted, RunError, config_error
+from exp.errors import ExpError, Interrupted, RunError
 from exp.launch.failure import Failure, first_cause, read_failure
 from exp.launch.job_process import Died
 from exp.launch.supervision import end_of
 from exp.run_report import Report, find_report
 from exp.strategies.placement import Machine, Placement
-from exp.sweeps.executor import End, Prepare, Work
+from exp.sweeps.executor import End, Prepare
 from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_end
+from exp.sweeps.jobs import Job
 
 # Folder of the run directory while the job runs.
 EXCHANGE = ".launch-cluster"
@@ -179,20 +180,10 @@ class ClusterExecutor(ABC):
     def _kill(self, jobs: list[Submitted]) -> None:
         """End jobs immediately."""
 
-    def start(self, work: Work) -> None:
-        """Freeze and submit a job.
-
-        Raises:
-            ConfigError: The work is a stack of several jobs.
-        """
-        if len(work.jobs) > 1:
-            raise config_error(
-                "sweep.stack",
-                got=f"{len(work.jobs)} jobs in one process, on a cluster",
-                expected="one process per job",
-                fix="Write sweep.stack=false, or leave hydra/launcher unchanged",
-            )
-        job, config = work.jobs[0].number, work.jobs[0].new_config()
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Freeze and submit a job. The sweep stacks no jobs for this executor, so `jobs` has one job."""
+        (first,) = jobs
+        job, config = first.number, first.new_config()
         try:
             frozen = self._processes.call(freeze_job, self._prepare, config, job, self._gpus)
             if isinstance(frozen, ExpError):

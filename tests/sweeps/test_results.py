@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 import shlex
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from exp.sweeps.results import (
     print_table,
     repeats_of,
     rich_tables,
-    table_cells,
     write_table,
 )
 
@@ -122,11 +120,7 @@ def test_jobs_without_a_value_have_empty_cells(tmp_path, printed):
     ]  # fmt: skip
     shown = printed(rows)
     assert "nan" not in shown
-    assert "peak_mib" in shown
     assert "not started: job 2" in shown
-    shown = printed([row(0, 0.5), row(1, 0.25)])
-    assert "peak_mib" not in shown
-    assert "step" not in shown.partition("again")[0]
 
 
 def test_the_page_has_fewer_columns_than_the_csv(tmp_path):
@@ -151,14 +145,13 @@ def test_repeats_are_summarized(tmp_path, printed):
     assert second.deviation == pytest.approx(np.std([0.1, 0.9, 1.3], ddof=1), rel=1e-12)
     assert best_row(rows).job == 3
     assert best_repeats(rows, over="seed").rows == rows[:3]
-    read = written(tmp_path, rows, repeat_over="seed")
+    write_table(tmp_path, rows, repeat_over="seed")
     shown = printed(rows, repeat_over="seed")
     assert "best       job 0, job 1, job 2: loss/val 0.45 ± 0.05, the mean of 3 over seed  optimizer.lr=0.1" in shown
     page = (tmp_path / "table.md").read_text()
     assert "## Over seed\n\n| optimizer.lr | mean loss/val | deviation | n |\n" in page
     assert "| 0.1          | 0.45          | 0.05      | 3 |" in page
-    assert [(line["mean loss/val"], line["n"]) for line in read] == [("0.45", "3")] * 3 + [("0.766667", "3")] * 3
-    assert float(read[5]["deviation"]) == pytest.approx(second.deviation, rel=1e-5)
+    assert "│ 0.766667" in shown
 
 
 def test_repeats_without_a_value_do_not_count(printed):
@@ -175,20 +168,6 @@ def test_repeats_without_a_value_do_not_count(printed):
     assert "best       job 0, job 2: loss/val 0.425 ± 0.035, the mean of 2 over seed" in shown
 
 
-@pytest.mark.parametrize("width", [200, 60])
-def test_columns_without_room_are_named(width, printed, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    more = {"step": 380, "seconds": 10.2, "peak_memory_mib": 823, "metrics": {"accuracy/val": 0.98765}}
-    decays = ({"optimizer.weight_decay": decay, "seed": str(job)} for job, decay in enumerate(("0.01", "0.1")))
-    title, _, rest = printed([row(job, 0.123456, swept=one, **more) for job, one in enumerate(decays)]).partition("┏")
-    words = {*re.split(r"[\s┃│]+", rest.partition("└")[0])}
-    left_out = " ".join(title.split()).partition("; columns left out: ")[2].split(", ")
-    assert {"job", "status", "completed", "best", "0.123456"} <= words
-    for name, word in {"peak_mib": "823", "seconds": "10.2", "step": "380", "accuracy/val": "0.98765"}.items():
-        assert (name in left_out) == (word not in words)
-    assert (left_out == [""]) == (width == 200)
-
-
 def test_forty_runs_take_a_line_each(capsys):
     rows = []
     for place in range(40):
@@ -196,21 +175,10 @@ def test_forty_runs_take_a_line_each(capsys):
         swept |= {"optimizer.lr": f"{1 / (place + 3)}", "data.dataset.path": f"/data/{place}.csv" * 4}
         named = {"directory": f"train/2026-01-31/12-00-{place:02}", "is_job": False, "swept": swept}
         rows.append(row(place, (place % 7) / 8, mode="max", **named))
-    (table,) = rich_tables(rows, width=80)
+    (table,) = rich_tables(rows)
     Console(width=80).print(table)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert len(cells) == 40
     assert max(map(len, lines)) <= 80
     assert [line[0][-2:] for line in cells[:5]] == ["06", "13", "20", "27", "34"]
-
-
-def test_a_drawn_number_is_shortened_on_the_screen(tmp_path):
-    drawn = "0.004430375245218269"
-    rows = [
-        row(0, 0.1, swept={"optimizer.lr": drawn, "seed": "1"}),
-        row(1, 0.2, swept={"optimizer.lr": "1e-3", "seed": "two"}),
-    ]
-    header, cells = table_cells(rows, brief=True)
-    assert [line[header.index("optimizer.lr")] for line in cells] == ["0.00443038", "1e-3"]
-    assert written(tmp_path, rows)[0]["optimizer.lr"] == drawn

@@ -20,7 +20,6 @@ from exp.files import write_atomic
 from exp.output import markdown_table
 from exp.run_report import train_command
 from exp.shared_types import STAGES, Mode
-from exp.spelling import among
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,8 +33,6 @@ NONE = "none"
 DEFAULT = "(default)"
 # Statuses of jobs that ended without an error and are not run again.
 FINISHED = ("completed", "pruned")
-# Largest widths on the screen, in characters: of a swept number, and of any other swept value.
-LONGEST_NUMBER, LONGEST = 10, 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +187,10 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     Args:
         directory: Directory of the sweep.
         rows: Rows of all jobs.
-        repeat_over: The repeated key. If given, mean, deviation and number of the repeats are columns of table.csv and
-            a second table of table.md.
+        repeat_over: The repeated key. If given, table.md has a second table with the mean, deviation and number of the
+            repeats.
     """
     header, cells = table_cells(rows)
-    if repeat_over is not None:
-        header = [*header, *_repeat_columns(rows)]
-        groups = repeats_of(rows, over=repeat_over)
-        figures = {row.job: _repeat_figures(group) for group in groups for row in group.rows}
-        cells = [[*line, *figures[row.job]] for row, line in zip(rows, cells, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *cells])
     write_atomic(directory / "table.csv", text.getvalue())
@@ -216,7 +208,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     from rich.console import Console
 
     console = Console(highlight=False)
-    for table in rich_tables(rows, repeat_over=repeat_over, width=console.width):
+    for table in rich_tables(rows, repeat_over=repeat_over):
         console.print(table)
     lines = []
     if unstarted := [str(row.job) for row in rows if row.status == NOT_STARTED]:
@@ -262,54 +254,48 @@ def _kind(rows: Sequence[Row]) -> str:
     return "job" if all(row.is_job for row in rows) else "run"
 
 
-def rich_tables(rows: Sequence[Row], *, width: int, repeat_over: str | None = None) -> list[Table]:
+def rich_tables(rows: Sequence[Row], *, repeat_over: str | None = None) -> list[Table]:
     """Return the table of jobs and, with repeats, the table of repeats. The best row is bold.
 
-    Jobs are sorted by number. Other runs are sorted by value, the best first.
+    Each row is one line. Jobs are sorted by number. Other runs are sorted by value, the best first.
 
     Args:
         rows: Rows of jobs, or of other runs.
-        width: Width of the screen in characters.
         repeat_over: The repeated key, or None without repeats.
     """
     if _kind(rows) == "run" and not _watch_several(rows):
         sign = _sign(rows)
         rows = sorted(rows, key=lambda row: sign * row.value if row.has_value else math.inf)
-    best = best_row(rows)
-    header, cells = table_cells(rows, brief=True)
-    tables = [_rich(_count_rows(rows), header, cells, bold=[row is best for row in rows], width=width)]
+    keys, monitors, best = differing_keys(rows), monitors_of(rows), best_row(rows)
+    tables = [_table(_count_rows(rows), [_kind(rows), "status", *_best_columns(monitors), "seconds"])]
+    for row in rows:
+        cells = [row.name.removeprefix("job "), row.status, *_best_cells(row, monitors), _seconds(row)]
+        _add_line(tables[0], [*cells, _show_swept(row.swept, keys)], is_best=row is best)
     if repeat_over is not None:
         top = best_repeats(rows, over=repeat_over)
-        bold = [top is not None and group.rows == top.rows for group in repeats_of(rows, over=repeat_over)]
-        header, cells = repeat_cells(rows, over=repeat_over)
-        tables.append(_rich(f"over {repeat_over}", header, cells, bold=bold, width=width))
+        tables.append(_table(f"over {repeat_over}", _repeat_columns(rows)))
+        for group in repeats_of(rows, over=repeat_over):
+            line = [*_repeat_figures(group), _show_swept(group.swept, keys)]
+            _add_line(tables[1], line, is_best=top is not None and group.rows == top.rows)
     return tables
 
 
-def _rich(
-    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], *, bold: Sequence[bool], width: int
-) -> Table:
-    """Return a table with one line for each row. The title lists the columns that do not fit into the width."""
-    from rich.markup import escape
+def _table(title: str, header: Sequence[str]) -> Table:
+    """Return a table without rows. Its last column has the swept values, and is shortened on a narrow screen."""
     from rich.table import Table
 
-    texts = [[" ".join(cell.split()) for cell in line] for line in cells]
-    needed = {
-        name: 3 + max(map(len, [name, *column])) for name, column in zip(header, zip(*texts, strict=True), strict=True)
-    }
-    kept: list[str] = []
-    for name in sorted(header, key=lambda name: not name.startswith((header[0], "status", "best ", "mean "))):
-        if 1 + sum(needed[one] for one in (*kept, name)) <= width or name == header[0]:
-            kept.append(name)
-    if left_out := [name for name in header if name not in kept]:
-        title = f"{title}; columns left out: {among(left_out)}"
     table = Table(title=title, title_justify="left")
-    places = [place for place, name in enumerate(header) if name in kept]
-    for place in places:
-        table.add_column(header[place], no_wrap=True, overflow="ellipsis")
-    for line, is_best in zip(texts, bold, strict=True):
-        table.add_row(*(escape(line[place]) for place in places), style="bold" if is_best else None)
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    table.add_column("values")
     return table
+
+
+def _add_line(table: Table, cells: Sequence[str], *, is_best: bool) -> None:
+    from rich.text import Text
+
+    style = "bold" if is_best else ""
+    table.add_row(*(Text(" ".join(cell.split()), style, no_wrap=True, overflow="ellipsis") for cell in cells))
 
 
 def differing_keys(rows: Sequence[Row]) -> list[str]:
@@ -343,15 +329,12 @@ def repeat_cells(rows: Sequence[Row], *, over: str) -> tuple[list[str], list[lis
     return [*keys, *_repeat_columns(rows)], cells
 
 
-def table_cells(
-    rows: Sequence[Row], *, results: bool = False, brief: bool = False
-) -> tuple[list[str], list[list[str]]]:
+def table_cells(rows: Sequence[Row], *, results: bool = False) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of the table of jobs or other runs.
 
     Args:
         rows: Rows of the table.
         results: Whether the only tags are losses and metrics.
-        brief: Whether the only tags are validation losses and metrics, and empty columns are left out.
     """
     swept, monitors = differing_keys(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
@@ -359,27 +342,29 @@ def table_cells(
         # Keep <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer.
         metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
-    if brief:
-        metrics = [tag for tag in metrics if tag.endswith("/val") and tag not in monitors]
-    best = [f"best {name}" for name in monitors]
-    header = [_kind(rows), "status", *swept, *best, "step", *metrics, "seconds", "peak_mib"]
+    facts = ["step", *metrics, "seconds", "peak_mib", "directory", "error"]
     cells = []
     for row in rows:
-        is_finite = math.isfinite(row.value)
-        values = (row.swept.get(key, "") for key in swept)
-        line = [str(row.job) if row.is_job else row.directory, row.status]
-        line += map(_shorten, values) if brief else values
-        # The value of a job that was not completed is nan, so its cell stays empty.
-        line += [_number(row.value) if row.monitor == name and is_finite else "" for name in monitors]
-        line.append("" if row.step is None or not is_finite else str(row.step))
+        line = [str(row.job) if row.is_job else row.directory, row.status, *(row.swept.get(key, "") for key in swept)]
+        line += _best_cells(row, monitors)
+        line.append("" if row.step is None or not math.isfinite(row.value) else str(row.step))
         line += [_number(row.metrics[tag]) if tag in row.metrics else "" for tag in metrics]
-        line.append("" if row.status == NOT_STARTED or not math.isfinite(row.seconds) else f"{row.seconds:.1f}")
-        line.append("" if row.peak_memory_mib is None else f"{row.peak_memory_mib:.0f}")
-        cells.append(line if brief else [*line, row.directory, row.error])
-    if not brief:
-        return [*header, "directory", "error"], cells
-    filled = [place for place, name in enumerate(header) if name in swept or any(line[place] for line in cells)]
-    return [header[place] for place in filled], [[line[place] for place in filled] for line in cells]
+        line += [_seconds(row), "" if row.peak_memory_mib is None else f"{row.peak_memory_mib:.0f}"]
+        cells.append([*line, row.directory, row.error])
+    return [_kind(rows), "status", *swept, *_best_columns(monitors), *facts], cells
+
+
+def _best_columns(monitors: Sequence[str]) -> list[str]:
+    return [f"best {name}" for name in monitors]
+
+
+def _best_cells(row: Row, monitors: Sequence[str]) -> list[str]:
+    """Return the monitored value in the column of its tag. The cell of a job without a value is empty."""
+    return [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
+
+
+def _seconds(row: Row) -> str:
+    return "" if row.status == NOT_STARTED or not math.isfinite(row.seconds) else f"{row.seconds:.1f}"
 
 
 def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> str:
@@ -393,17 +378,6 @@ def _markdown(rows: Sequence[Row], directory: Path, repeat_over: str | None) -> 
         header, cells = repeat_cells(rows, over=repeat_over)
         lines += ["", f"## Over {repeat_over}", "", *markdown_table(header, cells, left=len(header))]
     return "\n".join(lines) + "\n"
-
-
-def _shorten(text: str) -> str:
-    """Return a swept value for the screen: a number with six digits, or shortened text.
-
-    table.csv has the full value.
-    """
-    try:
-        return text if len(text) <= LONGEST_NUMBER else _number(float(text))
-    except ValueError:
-        return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _number(value: float) -> str:

@@ -9,7 +9,6 @@ Combinations are generated one at a time, so a large grid needs no memory.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +22,11 @@ from exp.config.groups import Vocabulary
 from exp.config.hydra_adapter import recorded_overrides, swept_texts
 from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
-from exp.errors import ConfigError, ErrorDetails, raise_errors, unknown_word, unsuitable
+from exp.errors import ConfigError, ErrorDetails, missing_value, raise_errors, unknown_word, unsuitable
 from exp.spelling import among, show
 from exp.tensorboard.hparams import Domain
 
+MAX_JOBS = 10_000
 Combination = Mapping[str, str]
 Condition = Mapping[str, tuple[str, ...]]
 
@@ -171,27 +171,16 @@ class Space:
         return list(done.values())
 
 
-def sizes(config: DictConfig, vocabulary: Vocabulary) -> dict[str, int] | None:
-    """Return the number of values of each key, without generating the values.
-
-    Return None for a sweeper that is not exp's.
-    """
-    lines = _lines(config, vocabulary)
-    if lines is None:
-        return None
-    return {line.get_key_element(): _size(line, vocabulary) for line in lines if line.is_sweep_override()}
-
-
-def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
+def space_of(config: DictConfig, vocabulary: Vocabulary) -> Space:
     """Return the space of the command line and of hydra.sweeper.params.
 
     Args:
         config: Config of the sweep.
         vocabulary: The config groups and their options.
-        seed: Seed for the order of shuffled values.
 
     Raises:
-        ConfigError: An interval is not valid, a list has a value twice, or a condition never holds.
+        ConfigError: An interval is not valid, a list is empty or has a value twice, a condition never holds, or there
+            are too many jobs.
     """
     axes: list[Axis] = []
     fixed: list[str] = []
@@ -200,7 +189,7 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
         if not line.is_sweep_override():
             fixed.append(line.input_line or line.get_key_element())
             continue
-        error, axis = _axis(line, vocabulary, seed=seed)
+        error, axis = _axis(line, vocabulary)
         errors += error
         axes.append(axis)
     if not errors:
@@ -209,10 +198,26 @@ def space_of(config: DictConfig, vocabulary: Vocabulary, *, seed: int) -> Space:
         errors += [
             _unswept_error(f"sweep.when.{key}", str(key), names) for key in config.sweep.when if key not in names
         ]
+    errors += _size_errors(axes, is_sampled=config.sweep.sampler not in ("auto", "grid"))
     raise_errors(errors)
     space = Space(axes=tuple(axes), fixed=tuple(fixed))
     space.by_condition()
     return space
+
+
+def _size_errors(axes: Sequence[Axis], *, is_sampled: bool) -> Iterator[ErrorDetails]:
+    """Yield an error if a grid has too many jobs, or a list too many values.
+
+    Args:
+        axes: Swept keys.
+        is_sampled: Whether a sampler draws from the lists.
+    """
+    counts = {axis.name: len(axis.texts) for axis in axes if not axis.is_interval}
+    jobs, key = math.prod(counts.values()), max(counts, key=counts.__getitem__, default="")
+    if jobs > MAX_JOBS and (not is_sampled or counts[key] > MAX_JOBS):
+        got, expected = f"{counts[key]:,} values in {jobs:,} combinations", f"at most {MAX_JOBS:,} jobs"
+        fix = "Use fewer values, or sample from an interval: sweep.sampler=random sweep.trials=100"
+        yield ErrorDetails(key, got, expected, fix)
 
 
 def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
@@ -265,7 +270,12 @@ def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[
     return found
 
 
-def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[ErrorDetails], Axis]:
+def no_job(key: str) -> ErrorDetails:
+    """Return the error of a swept key without values."""
+    return missing_value(key, "at least one value", got="no value, so the sweep has no job")
+
+
+def _axis(line: Override, vocabulary: Vocabulary) -> tuple[list[ErrorDetails], Axis]:
     """Return the errors and the axis of an override."""
     name, key, value = line.key_or_group, line.get_key_element(), line.value()
     if isinstance(value, IntervalSweep):
@@ -279,29 +289,13 @@ def _axis(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[list[Er
             expected = f"an interval from a {'positive ' if is_log else ''}number to a larger number"
             return [ErrorDetails(name, got, expected, f"Write {name}={low}" if low == high else None)], axis
         return [], axis
-    texts = _texts(line, vocabulary, seed=seed)
-    axis = Axis(key=key, texts=texts, is_range=isinstance(value, Numbers) and not value.shuffle)
+    texts = tuple(value.filter(vocabulary.options(name)) if isinstance(value, Glob) else line.sweep_string_iterator())
+    axis = Axis(key=key, texts=texts, is_range=isinstance(value, Numbers))
+    if not texts:
+        return [no_job(name)], axis
+    if isinstance(value, ChoiceSweep) and value.shuffle:
+        expected = "values in a fixed order, because a resumed sweep lists its jobs again"
+        return [unsuitable(name, line.get_value_string(), "which has a random order", expected)], axis
     twice = [text for text, count in Counter(texts).items() if count > 1]
     fix = f"Write {name}={','.join(dict.fromkeys(texts))}"
     return [unsuitable(name, text, "twice", "each value once", fix) for text in twice[:1]], axis
-
-
-def _texts(line: Override, vocabulary: Vocabulary, *, seed: int) -> tuple[str, ...]:
-    value = line.value()
-    if isinstance(value, Glob):
-        return tuple(value.filter(vocabulary.options(line.key_or_group)))
-    if isinstance(value, ChoiceSweep) and value.shuffle:
-        # Hydra shuffles differently each time, but a resumed sweep needs the same jobs in the same order.
-        value.shuffle = False
-        texts = list(line.sweep_string_iterator())
-        value.shuffle = True  # restore the value, because overrides with the same text share this object
-        random.Random(f"{seed} {line.key_or_group}").shuffle(texts)
-        return tuple(texts)
-    return tuple(line.sweep_string_iterator())
-
-
-def _size(line: Override, vocabulary: Vocabulary) -> int:
-    value = line.value()
-    if isinstance(value, Glob):
-        return len(value.filter(vocabulary.options(line.key_or_group)))
-    return len(value.list) if isinstance(value, ChoiceSweep) else 1

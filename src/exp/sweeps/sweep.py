@@ -39,16 +39,10 @@ from exp.sweeps.job_queue import Queue, Searched
 from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, pack
 from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, find_sweep, identity_of, lock_sweep, sweeps_of
 from exp.sweeps.search import Search
-from exp.sweeps.space import Combination
+from exp.sweeps.space import Combination, no_job
 from exp.sweeps.stacking import group_jobs
 from exp.sweeps.sweep_runner import SweepRunner
-from exp.sweeps.sweep_settings import (
-    no_job,
-    read_settings,
-    refuse_settings,
-    refuse_size,
-    wanted_directory,
-)
+from exp.sweeps.sweep_settings import read_settings, refuse_settings, wanted_directory
 from exp.sweeps.sweep_view import SweepView
 from exp.tensorboard.hparams import withdraw
 
@@ -258,7 +252,6 @@ def compose_sweep(
     """
     master = composition_of(overrides, config_dir=config_dir, config_name=config_name, multirun=True, check=check)
     refuse_settings(master)
-    refuse_size(master)
     return master
 
 

@@ -28,9 +28,8 @@ from exp.shared_types import Mode, Sampler, searched_tags, span_seconds
 from exp.sweeps.jobs import is_of_sweep
 from exp.sweeps.results import FOLD, NONE
 from exp.sweeps.search import DEFAULT_TRIALS
-from exp.sweeps.space import Axis, Space, sizes, space_of
+from exp.sweeps.space import Axis, Space, space_of
 
-MAX_JOBS = 10_000
 # Keys of the config that a sweep reads before it composes jobs.
 READ_FIRST = ("sweep", "seed", "monitor", "mode")
 # Prefix of the launchers that run jobs through exp.sweeps.executor.
@@ -48,7 +47,7 @@ class SweepSettings:
         overrides: Overrides of the command, except those that resume a sweep.
         monitor: Tag by which jobs are compared. None compares no jobs.
         mode: Direction of the monitored tag.
-        seed: Seed of the search and of shuffled values.
+        seed: Seed of the search.
         space: Swept keys with their values.
     """
 
@@ -158,14 +157,14 @@ def read_settings(master: Composition) -> SweepSettings:
     Raises:
         ConfigError: The values of a key cannot be swept.
     """
-    config, seed = master.config, int(master.config.seed)
+    config = master.config
     return SweepSettings(
         values=cast(dict[str, Any], OmegaConf.to_container(config.sweep, resolve=True)),
         overrides=tuple(text for text in recorded_overrides(config) if not text.lstrip("+").startswith(OF_RESUME)),
         monitor=config.monitor,
         mode=config.mode,
-        seed=seed,
-        space=space_of(config, master.vocabulary, seed=seed),
+        seed=int(config.seed),
+        space=space_of(config, master.vocabulary),
     )
 
 
@@ -189,26 +188,6 @@ def refuse_settings(master: Composition) -> None:
         other, expected = "sweep.resume=null", "a sweep whose failed jobs are run again"
         error = not_supported_with("sweep.retry_failed", True, other, expected, "Add sweep.resume=auto")
         raise ConfigError(locate_errors(config, [error]))
-
-
-def refuse_size(master: Composition) -> None:
-    """Raise ConfigError if a sweep has no job or too many jobs, before the jobs are listed."""
-    counts = sizes(master.config, master.vocabulary)
-    if counts is None:
-        return
-    errors = [no_job(key) for key, count in counts.items() if count == 0]
-    jobs = math.prod(counts.values())
-    key = max(counts, key=lambda key: counts[key], default="")
-    if jobs > MAX_JOBS and (master.config.sweep.sampler in ("auto", "grid") or counts[key] > MAX_JOBS):
-        got, expected = f"{counts[key]:,} values in {jobs:,} combinations", f"at most {MAX_JOBS:,} jobs"
-        fix = "Use fewer values, or sample from an interval: sweep.sampler=random sweep.trials=100"
-        errors.append(ErrorDetails(key.lstrip("+~"), got, expected, fix))
-    raise_errors(errors)
-
-
-def no_job(key: str) -> ErrorDetails:
-    """Return the error of a swept key without values."""
-    return missing_value(key.lstrip("+~"), "at least one value", got="no value, so the sweep has no job")
 
 
 def wanted_directory(master: Composition) -> Path:

@@ -100,7 +100,7 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
 
     console = Console(highlight=False)
     over = comparison.repeat_over
-    for table in rich_tables(comparison.rows, width=console.width, repeat_over=over):
+    for table in rich_tables(comparison.rows, repeat_over=over):
         console.print(table)
     lines = [f"{row.name} {row.status}: {row.error}" for row in comparison.rows if row.error]
     lines += notes

@@ -167,7 +167,7 @@ EXTRAS = {
     "wandb": ["logger=wandb", "'+logger.x={_target_: lightning.pytorch.loggers.WandbLogger}'"],
     "mlflow": ["logger=mlflow", "'+logger.x={_target_: lightning.pytorch.loggers.MLFlowLogger}'"],
     "deepspeed": ["strategy=deepspeed"],
-    "parquet": ["data=parquet data.dataset.path=FILE data.dataset.target=kind"],
+    "parquet": ["data=parquet data.dataset.path=rows.parquet data.dataset.target=kind"],
     "hf": ["data=hf data.dataset.path=FILE data.dataset.target=kind"],
     "safetensors": ["weights.from=FILE"],
     "tokenizers": ["data=tokens", "data=token_file data.dataset.path=FILE data.dataset.tokenizer=FILE"],
@@ -187,6 +187,8 @@ class Folders:
 def test_a_missing_package_is_reported_with_its_extra(tmp_path, monkeypatch):
     file = tmp_path / "weights.safetensors"
     file.touch()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.parquet").touch()
     monkeypatch.setattr(sys, "meta_path", [Folders(), *sys.meta_path])
     for extra in EXTRAS:
         monkeypatch.delitem(sys.modules, PACKAGES.get(extra, extra), raising=False)

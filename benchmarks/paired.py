@@ -57,7 +57,7 @@ import startup
 seconds = {
     "--help, s": startup.wall_seconds("-m", "exp.train", "--help", directory="."),
     "--cfg job, s": startup.wall_seconds("-m", "exp.train", "--cfg", "job", directory="."),
-    "first step, s": startup.seconds_until(startup.FIRST_STEP, directory="."),
+    "first step, s": startup.seconds_until("-c", startup.FIRST_STEP, directory="."),
 }
 print(json.dumps(seconds))
 """
@@ -74,7 +74,7 @@ print(json.dumps({name: forward.compare(*pair, repetitions=100, calls=30)[2] for
 TURNS = """
 import hooks
 place, name, steps = hooks.Path(os.environ["PLACE"]), os.environ["NAME"], int(os.environ["STEPS"])
-words = hooks.overrides(place, name=name, steps=steps, batch_size=8)
+words = hooks.overrides(place, name=name, steps=steps, model="gpt-10M")
 os.chdir(place)
 exp.fit(exp.compose(["hooks=[gradients,memory]" if word.startswith("hooks=[") else word for word in words]))
 """

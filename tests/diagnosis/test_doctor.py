@@ -29,11 +29,10 @@ def command(monkeypatch, tmp_path, capsys):
 
 def test_a_working_torch_has_no_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    trials = {what: attempt(what) for what in ("torch", "group:gloo", "run:cpu", "import")}
+    trials = {what: attempt(what) for what in ("torch", "run:cpu", "import")}
     assert not [trial for trial in trials.values() if "error" in trial]
-    group = torch_findings.group_finding("gloo", trials["group:gloo"])
     run = torch_findings.run_finding("cpu", trials["run:cpu"])
-    assert (group.state, run.state, torch_findings.import_finding(trials["import"]).state) == ("ok", "ok", "ok")
+    assert (run.state, torch_findings.import_finding(trials["import"]).state) == ("ok", "ok")
 
 
 @pytest.mark.slow
@@ -41,7 +40,6 @@ def test_a_working_machine_trains(command):
     status, lines = command()
     assert (status, lines[-1]) == (0, "all well"), lines
     assert any(line.startswith("ok") and "run on cpu" in line for line in lines)
-    assert any(line.startswith("ok") and "a process group of one rank works" in line for line in lines)
     assert list(Path().iterdir()) == []
 
 
@@ -120,10 +118,7 @@ def test_a_missing_or_old_driver_is_named():
     assert (cpu.state, "built for the CPU only" in cpu.found) == ("error", True)
 
 
-def test_failing_groups_and_runs_are_named():
-    gloo = torch_findings.group_finding("gloo", {"error": "RuntimeError: Unable to resolve hostname"})
-    assert ("hostname" in gloo.found, "loopback" in gloo.fix) == (True, True)
-    assert torch_findings.group_finding("nccl", {"sum": 4.0}).state == "ok"
+def test_failing_runs_are_named():
     assert torch_findings.run_finding("cuda", {"loss": 2.0}).state == "ok"
     crashed = torch_findings.run_finding("cuda", {"error": "its process was ended by SIGSEGV"})
     assert (crashed.state, "SIGSEGV" in crashed.found) == ("error", True)
@@ -134,8 +129,7 @@ def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert "SIGSEGV" in doctor.try_in_process("import")["error"]
-    assert "nothing" in doctor.try_in_process("group:nothing")["error"]
-    assert doctor.try_in_process("group:gloo")["sum"] == 4.0
+    assert "nothing" in doctor.try_in_process("run:nothing")["error"]
     assert torch_findings.import_finding({"error": "OSError: torchvision/_C.so"}).fix.startswith("Install torch and")
 
 
@@ -156,12 +150,10 @@ def test_the_fix_names_the_supported_torch():
     assert torch_findings.REQUIREMENT.strip("'") in project["dependencies"]
 
 
-def test_disks_and_threads_are_judged(tmp_path):
+def test_disks_are_judged(tmp_path):
     well = machine.disk("temporary files", tmp_path / "not" / "yet")
     assert (well.state, str(tmp_path) in well.found) == ("ok", True)
     assert machine.disk("outputs", tmp_path, least=2**60).state == "error"
-    states = [[one.state for one in machine.threads({"OMP_NUM_THREADS": text})][1:] for text in ("x", "9999", "1")]
-    assert states == [["note"], ["note"], []]
 
 
 def test_outputs_that_are_no_directory_are_an_error(tmp_path):

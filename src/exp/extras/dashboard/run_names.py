@@ -1,16 +1,14 @@
 """Creates a folder of links that are named by the overrides of runs, because TensorBoard names runs by their folders.
 
-lr=0.01 model=lenet · 09-39
-lr=0.1 seed=2 · 09-41 job 7
-defaults · 11-25 17-02
+lr=0.01 model=lenet · 2026-01-31 09-39-17
+lr=0.1 seed=2 · 09-41-02 7
+defaults · 2025-11-25 17-02-33
 """
 
 from __future__ import annotations
 
-import datetime
 import fnmatch
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +18,6 @@ from exp.errors import ExpError
 from exp.tensorboard.event_records import EVENTS
 from exp.tensorboard.hparams import OF_SWEEP
 
-TIME = re.compile(r"(\d\d-\d\d)-(\d\d)(?:-\d+)?")
-DATE = re.compile(r"\d{4}-(\d\d-\d\d)")
 # Keys that are no hyperparameters.
 PASSED_OVER = ("hydra", "name", "resume", "tags", "print_config")
 # Folders without runs.
@@ -72,24 +68,21 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def run_name(folder: Path, *, below: Path) -> str:
-    """Return the name of a link: overrides and time of a run, or the relative path of a folder that is no run.
+    """Return the name of a link: overrides, date and time of a run, or the relative path of a folder that is no run.
 
     Args:
         folder: The folder of event files.
         below: The directory of the dashboard.
     """
-    run = _run_of(folder)
+    run = folder.parent if folder.name == "tensorboard" else folder
     typed = _overrides(run)
     if typed is None:
-        shown = os.path.relpath(folder, below)
-        words, ending = run.name if shown == "." else shown.replace(os.sep, " "), ""
+        place = os.path.relpath(folder, below)
+        name = run.name if place == "." else place.replace(os.sep, " ")
     else:
-        words, ending = " ".join(_short(typed)) or "defaults", f" · {_time(run)}"
-    clean = "".join(sign if sign.isprintable() else " " for sign in words).replace("/", ":")
-    if len((clean + ending).encode()) > LONGEST:
-        room = LONGEST - len(f"…{ending}".encode())
-        clean = clean.encode()[: max(0, room)].decode(errors="ignore") + "…"
-    return clean + ending
+        name = f"{' '.join(_short(typed)) or 'defaults'} · {' '.join(run.absolute().parts[-2:])}"
+    clean = "".join(sign if sign.isprintable() else " " for sign in name).replace("/", ":")
+    return clean.encode()[:LONGEST].decode(errors="ignore")
 
 
 def _overrides(run: Path) -> list[str] | None:
@@ -98,10 +91,6 @@ def _overrides(run: Path) -> list[str] | None:
     except (OSError, ExpError):
         return None
     return [str(text) for text in found] if isinstance(found, list) else None
-
-
-def _run_of(folder: Path) -> Path:
-    return folder.parent if folder.name == "tensorboard" else folder
 
 
 def _short(typed: Sequence[str]) -> list[str]:
@@ -119,14 +108,3 @@ def _short(typed: Sequence[str]) -> list[str]:
         short = last if count[last] == 1 and not key.startswith("~") else key
         found.append(short + sign + (value.rpartition("/")[2] if is_path else value))
     return found
-
-
-def _time(run: Path) -> str:
-    """Return the time of a run as text, with the date if it is not today and with the job number in a sweep."""
-    parts = run.absolute().parts
-    at = next((place for place in reversed(range(len(parts))) if TIME.fullmatch(parts[place])), None)
-    if at is None:
-        return " ".join(parts[-2:])
-    date, job = DATE.fullmatch(parts[at - 1]), "".join(f" job {part}" for part in parts[at + 1 :])
-    is_old = date is not None and parts[at - 1] != f"{datetime.date.today():%Y-%m-%d}"
-    return (f"{date[1]} " if date and is_old else "") + parts[at][:5] + job

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from exp.nested import map_tensors, tensors_in
-from exp.precision.conversion import Arguments, Keywords, cast
+from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision, TensorFloat32
 from exp.shared_types import dtype_name
 
 Loss = Callable[[nn.Module], Tensor]
-Reference = Callable[[str, Arguments, Keywords], object]
 
 
 @dataclass(kw_only=True)
@@ -28,7 +26,6 @@ class Record:
         kind: Name of the layer's class.
         dtype: Dtype of the layer's output.
         outputs: Outputs, flattened and in float64, one entry per call.
-        reference_outputs: Outputs of the float32 layer for the same inputs.
         output_gradients: Gradients with respect to the outputs, scaled like the loss.
         gradient: Gradient of the layer's parameters, or of its outputs if it has no parameters. It is divided by the
             loss scale.
@@ -37,7 +34,6 @@ class Record:
     kind: str
     dtype: torch.dtype
     outputs: list[Tensor] = field(default_factory=list)
-    reference_outputs: list[Tensor] = field(default_factory=list)
     output_gradients: list[Tensor] = field(default_factory=list)
     gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
@@ -53,7 +49,6 @@ class LayerComparison:
         kind: Name of the layer's class.
         dtype: Name of the output's dtype, without `torch.`. For a layer in precision.keep, the dtype that is kept.
         output_error: Error of the output. It includes the errors of earlier layers.
-        own_error: Error of the output if the float32 layer gets the same inputs.
         gradient_error: Error of the gradients of the parameters, or of the output if the layer has no parameters.
         overflow: Number of values in output and gradient that are infinite or NaN although they are finite in float32.
         underflow: Share of values in output and gradient that are nonzero in float32 and became 0 or subnormal, from 0
@@ -64,7 +59,6 @@ class LayerComparison:
     kind: str
     dtype: str
     output_error: float
-    own_error: float
     gradient_error: float
     overflow: int
     underflow: float
@@ -115,7 +109,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
             handle.remove()
         precision.convert_module(chosen)
         try:
-            record_outputs(chosen, found, reference=_in_float32(reference, device.type))
+            record_outputs(chosen, found)
             torch.manual_seed(seed)
             with precision.forward_context():
                 value = loss(chosen)
@@ -137,17 +131,6 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
         loss_float32=float(value32.detach()),
         loss_scale=scale,
     )
-
-
-def _in_float32(reference: nn.Module, device_type: str) -> Reference:
-    """Return a function that computes a layer's output in float32 for given inputs."""
-    modules = dict(reference.named_modules())
-
-    def run(name: str, args: Arguments, kwargs: Keywords) -> object:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False), TensorFloat32(allowed=False):
-            return modules[name](*cast(args, torch.float32), **cast(kwargs, torch.float32))
-
-    return run
 
 
 def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found: Mapping[str, Record]) -> float:
@@ -182,7 +165,6 @@ def _layer(
         kind=found.kind,
         dtype=dtype_name(dtype),
         output_error=_error(output, output32),
-        own_error=_error(output, _join(found.reference_outputs)),
         gradient_error=_error(gradient, gradient32),
         overflow=_overflow(output, output32) + _overflow(gradient, gradient32),
         underflow=sum(share for share, _ in lost) / counted if counted else 0.0,
@@ -211,9 +193,7 @@ def _count_lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, 
     return int(((value.abs() < smallest) & counted).sum()), int(counted.sum())
 
 
-def record_outputs(
-    network: nn.Module, records: dict[str, Record], *, reference: Reference | None = None
-) -> list[RemovableHandle]:
+def record_outputs(network: nn.Module, records: dict[str, Record]) -> list[RemovableHandle]:
     """Register hooks that record the outputs of layers, and return the handles of the hooks.
 
     A layer is a module without children, or a module with parameters outside its children.
@@ -221,38 +201,11 @@ def record_outputs(
     handles = []
     for name, module in network.named_modules():
         if name and (not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False))):
-            calls: list[tuple[Arguments, Keywords]] = []
-            hook = partial(_record, name=name, records=records, reference=reference, calls=calls)
-            if reference is not None:
-                handles.append(module.register_forward_pre_hook(partial(_copy_inputs, calls=calls), with_kwargs=True))
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_record, name=name, records=records)))
     return handles
 
 
-def _copy_inputs(
-    module: nn.Module, args: Arguments, kwargs: Keywords, *, calls: list[tuple[Arguments, Keywords]]
-) -> None:
-    # Copies, because ReLU(inplace=True) changes its input.
-    calls.append((map_tensors(args, _copy), map_tensors(kwargs, _copy)))
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _record(
-    module: nn.Module,
-    args: Arguments,
-    kwargs: Keywords,
-    output: object,
-    *,
-    name: str,
-    records: dict[str, Record],
-    reference: Reference | None,
-    calls: list[tuple[Arguments, Keywords]],
-) -> None:
-    # The last call that began, because a layer may call itself.
-    args, kwargs = calls.pop() if reference is not None else (args, kwargs)
+def _record(module: nn.Module, inputs: object, output: object, *, name: str, records: dict[str, Record]) -> None:
     value = _first(output)
     if value is None:
         return
@@ -261,9 +214,6 @@ def _record(
     if value.requires_grad:
         # The backward visits the calls in reverse order.
         value.register_hook(lambda gradient: record.output_gradients.insert(0, _host(gradient)))
-    if reference is not None:
-        other = _first(reference(name, args, kwargs))
-        record.reference_outputs.append(_host(value) if other is None else _host(other))
 
 
 def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from exp.extras.debugging.comparison import Comparison, LayerComparison
 
 PROGRAM = "python -m exp.precision"
-HEADINGS = ("layer", "type", "dtype", "error", "own error", "gradient error", "overflow", "underflow")
+HEADINGS = ("layer", "type", "dtype", "error", "gradient error", "overflow", "underflow")
 
 
 @command()
@@ -134,7 +134,7 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def _cells(layer: LayerComparison) -> tuple[str, ...]:
-    errors = (layer.output_error, layer.own_error, layer.gradient_error)
+    errors = (layer.output_error, layer.gradient_error)
     shown = [f"{error:.1e}" if error else "0" for error in errors]
     underflow = "0" if (share := f"{layer.underflow:.1%}") == "0.0%" else share
     return (layer.name, layer.kind, layer.dtype, *shown, str(layer.overflow), underflow)

@@ -65,8 +65,6 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
     build = f"built for CUDA or ROCm {torch['cuda']}" if torch["cuda"] else "built for the CPU only"
     yield Finding("ok", "torch", f"{torch['version']}, {build}, {torch['threads']} threads, {torch['file']}")
     yield from torch_findings.gpu_findings(torch, drivers=machine.nvidia_drivers(), environment=os.environ)
-    for backend in ["gloo", *(["nccl"] if torch["gpus"] else [])]:
-        yield torch_findings.group_finding(backend, try_in_process(f"group:{backend}"))
     imports = torch_findings.import_finding(try_in_process("import"))
     yield imports
     devices = ["cpu", *(["cuda"] if torch["gpus"] else []), *(["mps"] if torch["mps"] else [])]

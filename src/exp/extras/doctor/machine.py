@@ -1,4 +1,4 @@
-"""Checks cores, disks and shared memory, and lists NVIDIA's GPUs, without torch."""
+"""Checks disks and shared memory, and lists NVIDIA's GPUs, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from exp.errors import describe_exception
@@ -21,8 +21,7 @@ LITTLE_SHARED = 256 * MIB
 
 
 def findings(outputs: Path) -> Iterator[Finding]:
-    """Yield the findings about cores, threads, the disks of `outputs` and of temporary files, and shared memory."""
-    yield from threads(os.environ)
+    """Yield the findings about the disks of `outputs` and of temporary files, and about shared memory."""
     yield disk("outputs", outputs)
     yield disk("temporary files", Path(tempfile.gettempdir()))
     shared = Path("/dev/shm")
@@ -30,16 +29,6 @@ def findings(outputs: Path) -> Iterator[Finding]:
         total = shutil.disk_usage(shared).total
         fix = "docker run --shm-size=2g, or data.num_workers=0" if total < LITTLE_SHARED else ""
         yield Finding("note" if fix else "ok", "shared memory", f"{shared}: {total / MIB:,.0f} MiB", fix)
-
-
-def threads(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the number of usable cores, and a note if OMP_NUM_THREADS is not between 1 and this number."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("ok", "cores", f"{cores} of {os.cpu_count()} may be used")
-    text = environment.get("OMP_NUM_THREADS", "1")
-    if not text.isdecimal() or not 1 <= int(text) <= cores:
-        found = f"OMP_NUM_THREADS={text}; expected 1 to {cores}, the number of cores"
-        yield Finding("note", "threads", found, "unset OMP_NUM_THREADS")
 
 
 def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:

@@ -1,6 +1,6 @@
 """python -m exp.extras.doctor.probe WHAT: tries an action that may fail, crash or hang, and prints the facts as JSON.
 
-WHAT is torch, import, group:BACKEND or run:DEVICE.
+WHAT is torch, import or run:DEVICE.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import io
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ def attempt(what: str) -> dict[str, object]:
     """Return the facts of one check as plain values, or the message under the key `error` if the check raises.
 
     Args:
-        what: Name of the check: torch, import, group:BACKEND or run:DEVICE.
+        what: Name of the check: torch, import or run:DEVICE.
     """
     kind, *words = what.split(":")
     try:
@@ -67,25 +66,6 @@ def _gpu(index: int) -> dict[str, object]:
             "error": error}  # fmt: skip
 
 
-def _group(backend: str) -> dict[str, object]:
-    """Return the sum of a tensor in a process group of one rank.
-
-    The group opens no port that other machines can reach.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from exp.launch.spawn import LOOPBACK
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    with tempfile.TemporaryDirectory(prefix="exp-doctor-") as folder:
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        one = torch.ones(4, device="cuda" if backend == "nccl" else "cpu")
-        dist.all_reduce(one)
-        dist.destroy_process_group()
-        return {"sum": float(one.sum())}
-
-
 def _run(device: str) -> dict[str, object]:
     """Return the loss of a small network after three training steps in a temporary directory."""
     import exp
@@ -105,7 +85,7 @@ def _import() -> dict[str, object]:
 
 
 TRIES: dict[str, Callable[..., dict[str, object]]] = {
-    "torch": _torch, "import": _import, "group": _group, "run": _run,
+    "torch": _torch, "import": _import, "run": _run,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Findings about torch, its GPUs, process groups and runs, with a fix for each error."""
+"""Findings about torch, its GPUs, imports and runs, with a fix for each error."""
 
 from __future__ import annotations
 
@@ -75,18 +75,6 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
             yield Finding("note", part, found, "Other programs hold its memory: nvidia-smi lists them")
         else:
             yield Finding("ok", part, found)
-
-
-def group_finding(backend: str, trial: Facts) -> Finding:
-    """Return the finding about a process group of a backend."""
-    if "error" not in trial:
-        return Finding("ok", backend, "a process group of one rank works")
-    fixes = {
-        "gloo": "Bring up the loopback interface (ip link set lo up), or install an official build of torch",
-        "nccl": "NCCL_DEBUG=INFO shows the reason; launch.backend=gloo works without NCCL",
-    }
-    error = shorten(trial["error"], most=200)
-    return Finding("error", backend, f"a process group of one rank fails: {error}", fixes[backend])
 
 
 def import_finding(trial: Facts) -> Finding:

@@ -345,7 +345,6 @@ def test_runs_are_compared_by_other_tags(sweep):
     found = compare(runs, metrics=["accuracy/val"])
     assert (found.tag, found.best.mode, found.best.job) == ("accuracy/val", "max", 4)
     assert found.best.value == pytest.approx(1 - runs[4].value / 10)
-    assert "--metric accuracy/val: the largest value is the best" in found.notes[0]
     assert compare(runs, metrics=["throughput/step_ms"]).best.job in (2, 3, 10, 11)
     several = compare(runs, metrics=["throughput/step_ms:max", "loss/val"])
     assert (several.tag, several.best.mode) == ("throughput/step_ms", "max")
@@ -409,10 +408,9 @@ def test_a_band_is_a_mean_and_a_sample_deviation():
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["swep"], 2, r"swep does not exist; expected a run directory, .*\. Did you mean sweep\?"),
+        (["swep"], 2, r"swep does not exist; expected a run directory"),
         (["file"], 2, r"file is a file; expected a run directory"),
         (["empty"], 2, r"empty: no run found; expected a run directory"),
-        (["sweep/0/tensorboard"], 2, r"sweep/0/tensorboard: no run found; .*\. Did you mean sweep/0\?"),
         (
             ["sweep", "--metric", "accuracy/vl"],
             2,

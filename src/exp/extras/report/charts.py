@@ -123,7 +123,6 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
     The best run is drawn last. Up to seven other runs have different colors. If there are more, all others are gray.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
 
     groups = [group for group in comparison.groups if _curves_of(comparison, group, tag)]
     others = [group for group in groups if group.rows != comparison.best_group]
@@ -132,24 +131,13 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
     axes.set(xlabel="optimizer step", title=tag)
     axes.locator_params(axis="x", integer=True)
     for place, group in enumerate(others):
-        if len(others) <= len(COLORS):
-            _draw_group(axes, comparison, group, tag, color=COLORS[place], label=_label(comparison, group))
-        else:
-            label = "_" if place else f"{len(others)} others"
-            _draw_group(axes, comparison, group, tag, color=GRAY, label=label)
+        is_named = len(others) <= len(COLORS)
+        label = _label(comparison, group) if is_named else "_" if place else f"{len(others)} others"
+        _draw_group(axes, comparison, group, tag, color=COLORS[place] if is_named else GRAY, label=label)
     for group in groups:
         if group.rows == comparison.best_group:
             label = f"{_label(comparison, group)} (best)"
             _draw_group(axes, comparison, group, tag, color=BEST, label=label, width=2.0)
-    drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.get_lines()])
-    drawn = drawn[np.isfinite(drawn)]
-    if len(drawn) and drawn.min() > 0 and drawn.max() / drawn.min() > 100:
-        axes.set_yscale("log")
-        # The default labels of Matplotlib are formulas, which STYLE switches off.
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter())
-        # A band that reaches zero has no lower end on a logarithmic axis.
-        axes.set_ylim(bottom=float(drawn.min()) / 1.3)
     caption = f"{tag} by optimizer step. A dashed line is a run that was not completed."
     if comparison.repeat_over is not None:
         caption += (

@@ -21,16 +21,13 @@ from exp.errors import MissingExtraError, RunError
 from exp.extras.report.charts import Chart, draw
 from exp.extras.report.report_page import page
 from exp.extras.report.run_comparison import Comparison, ReportError, compare, tags_of
-from exp.extras.report.run_records import MARKS, Found, find_runs, read_run
+from exp.extras.report.run_records import Found, find_runs, read_run
 from exp.files import remove_partial_files, write_atomic
 from exp.output import command
-from exp.spelling import find_nearest
 from exp.sweeps.ledger import is_sweep
 from exp.sweeps.results import again_command, best_line, rich_tables
 
 PAGE = "report.html"
-# Largest number of notes that are printed. The page has all notes.
-MOST_NOTES = 12
 EXPECTED = "a run directory, a sweep directory, or a folder above them, such as outputs of python -m exp.train"
 
 
@@ -104,8 +101,6 @@ def _print(comparison: Comparison, notes: Sequence[str], directory: Path) -> Non
         console.print(table)
     lines = [f"{row.name} {row.status}: {row.error}" for row in comparison.rows if row.error]
     lines += notes
-    if len(lines) > MOST_NOTES:
-        lines = [*lines[: MOST_NOTES - 1], f"and {len(lines) - MOST_NOTES + 1} more notes in the page"]
     if comparison.best is not None:
         lines.append(f"best    {best_line(comparison.rows, repeat_over=over)}")
         lines.append(f"again   {again_command(comparison.base, comparison.best)}")
@@ -118,18 +113,13 @@ def _refuse_missing(place: Path) -> None:
     """Raise ReportError if a path of the command line is not a directory."""
     if not os.path.isdir(place):
         there = "is a file" if os.path.exists(place) else "does not exist"
-        near = find_nearest(place.name, (path.name for path in place.parent.glob("*/")))
-        fix = f". Did you mean {place.parent / near[0]}?" if near else ""
-        raise ReportError(f"{place} {there}; expected {EXPECTED}{fix}")
+        raise ReportError(f"{place} {there}; expected {EXPECTED}")
 
 
 def _nothing(places: Sequence[Path], found: Found) -> ReportError:
     """Return the error that no run was found in the directories of the command line."""
-    parents = [parent for place in places for parent in place.absolute().parents]
-    above = next((parent for parent in parents if any(os.path.isfile(parent / name) for name in MARKS)), None)
-    fix = "" if above is None else f". Did you mean {os.path.relpath(above)}?"
     problems = "".join(f"\n  {problem}" for problem in found.problems)
-    return ReportError(f"{' '.join(map(str, places))}: no run found; expected {EXPECTED}{fix}{problems}")
+    return ReportError(f"{' '.join(map(str, places))}: no run found; expected {EXPECTED}{problems}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -98,7 +98,7 @@ def compare(
         ReportError: The runs lack a key or a tag.
     """
     notes = list(problems)
-    wanted = [_find_wanted(records, text, notes) for text in metrics]
+    wanted = [_find_wanted(records, text) for text in metrics]
     tag, mode = wanted[0] if wanted else _find_monitored(records, notes)
     typed = list(dict.fromkeys(key for record in records for key in record.typed))
     known = [record for record in records if _is_known(record)]
@@ -142,7 +142,7 @@ def tags_of(metrics: Sequence[str]) -> list[str]:
     return [re.sub(r":(min|max)$", "", text) for text in metrics]
 
 
-def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) -> tuple[str, Mode]:
+def _find_wanted(records: Sequence[RunRecord], metric: str) -> tuple[str, Mode]:
     """Return the tag and the mode of a value of --metric.
 
     Raises:
@@ -156,12 +156,7 @@ def _find_wanted(records: Sequence[RunRecord], metric: str, notes: list[str]) ->
     if tag != metric:
         return tag, "min" if metric.endswith(":min") else "max"
     modes = {record.mode for record in records if record.monitor == tag and record.mode is not None}
-    if len(modes) == 1:
-        return tag, modes.pop()
-    mode: Mode = "min" if LESS.search(tag) else "max"
-    which, other = ("smallest", "max") if mode == "min" else ("largest", "min")
-    notes.append(f"--metric {tag}: the {which} value is the best. Otherwise write {tag}:{other}")
-    return tag, mode
+    return tag, modes.pop() if len(modes) == 1 else "min" if LESS.search(tag) else "max"
 
 
 def _find_monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str | None, Mode]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
@@ -36,18 +36,6 @@ RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
 NOT_COMPARED = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
 # Errors of truncated files, and of files of other programs.
 DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
-
-
-class Facts(TypedDict):
-    """Fields of a RunRecord whose values are from report.json."""
-
-    status: str
-    value: float
-    step: int | None
-    metrics: Mapping[str, float]
-    seconds: float
-    peak_memory_mib: float | None
-    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +171,7 @@ def is_of_validation(tag: str) -> bool:
 
 
 def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
-    """Return a record with the values of report.json, or with values from the curves if there is no report."""
+    """Return a record with the values of report.json, or with the status of a run without a report."""
     directory = record.directory
     exists = os.path.lexists(directory / "report.json")
     facts = read_part(directory, "report.json", _facts, problems) if exists else None
@@ -195,9 +183,7 @@ def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
     if status == NO_REPORT:
         why = "the run did not begin, or was killed" if os.path.isdir(directory) else "the directory was removed"
         problems.append(f"report.json is missing: {why}")
-    last = {tag: float(curve.values[-1]) for tag, curve in record.curves.items()}
-    value, step = best_point(record.curves.get(compared_tag(record.monitor or "")), mode=record.mode)
-    return replace(record, status=status, metrics=last, value=value, step=step)
+    return replace(record, status=status)
 
 
 def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | None]:
@@ -268,7 +254,8 @@ def _number_or_text(value: str) -> str:
         return value
 
 
-def _facts(path: Path) -> Facts:
+def _facts(path: Path) -> dict[str, Any]:
+    """Return the fields of a RunRecord whose values are in report.json."""
     report = parse_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib

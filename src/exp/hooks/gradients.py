@@ -96,14 +96,8 @@ class Gradients(Hook):
         return None if period is None else self.steps_of(setting, period)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield errors for a parameter named total, and for values that stage 3 of DeepSpeed hides from hooks."""
+        """Yield errors for values that DeepSpeed hides from hooks."""
         yield from super().errors(planned)
-        if "total" in dict(planned.network.named_parameters()):
-            yield self.error(
-                got=f"a parameter called total, and {NORM}total is of all together",
-                expected="a tag with one meaning",
-                fix=f"rename the parameter, or {self.leave_out}",
-            )
         if not {"owns_step", "shards_parameters"} <= planned.traits:
             return
         hidden = [*OWN_PERIODS, *(["clipped"] if planned.settings.trainer.gradient_clip_val else [])]

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -375,25 +374,6 @@ def is_due_at(period: int | None, index: int) -> bool:
     If the period is None, no step is due.
     """
     return period is not None and (index % period == 0 or index == 1)
-
-
-StepNumbers = Annotated[Sequence[Annotated[int, Ge(1)]], "optimizer steps counted from 1, such as [1, 100]", MinLen(1)]
-
-
-class OnChosenSteps(Hook):
-    """Base class of hooks that are due at a list of optimizer steps.
-
-    Args:
-        steps: Optimizer steps, counted from 1. Default: 1.
-        modules: Patterns of modules; see Hook. Default: *.
-    """
-
-    def __init__(self, *, steps: StepNumbers = (1,), modules: Sequence[str] = ("*",)) -> None:
-        super().__init__(modules=modules)
-        self.steps = frozenset(steps)
-
-    def due(self, index: int) -> bool:
-        return index in self.steps
 
 
 class Attached:

@@ -18,12 +18,6 @@ from exp.functions.at_least_float32 import at_least_float32
 SINGLE = {torch.float32}
 
 
-def norm(tensor: Tensor) -> Tensor:
-    """Return the 2-norm of a tensor, 0-d, in float32 (float64 for float64)."""
-    found: Tensor = torch.linalg.vector_norm(tensor, dtype=at_least_float32(tensor.dtype))
-    return found
-
-
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each tensor, 0-d, in float32 (float64 for float64), on the device of the first tensor."""
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]

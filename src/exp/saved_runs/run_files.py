@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -184,17 +183,3 @@ class History(dict[str, Curve]):
 
     def __missing__(self, tag: str) -> Curve:
         raise KeyError(f"the run did not log {tag}; expected one of {among(self, word=tag)}")
-
-    def table(self) -> dict[str, np.ndarray]:
-        """Return the curves as the columns of a table, with a row for each step that has a value.
-
-        Returns:
-            `step`, int64 `[N]`, and a float64 column for each tag. A missing value is nan. The result can be passed to
-            `pandas.DataFrame`.
-        """
-        steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in self.values())]))
-        columns = {"step": steps}
-        for tag, curve in self.items():
-            columns[tag] = np.full(len(steps), np.nan)
-            columns[tag][np.searchsorted(steps, curve.steps)] = curve.values
-        return columns

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from exp.hooks.hook import OnChosenSteps, Values
+from exp.extras.debugging.chosen_steps import OnChosenSteps
+from exp.hooks.hook import Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from exp.extras.debugging.chosen_steps import OnChosenSteps
 from exp.extras.debugging.module_calls import ModuleCalls, running_node
-from exp.hooks.hook import OBSERVING, Boundary, OnChosenSteps, Values
+from exp.hooks.hook import OBSERVING, Boundary, Values
 from exp.hooks.panels import Text
 from exp.hooks.step import Step
 from exp.nested import tensors_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -164,14 +164,11 @@ class Shown(Panel):
     names: Sequence[str] = ()
 
     def draw(self) -> Image:
+        known = [("target", self.targets), ("output", self.outputs)]
         captions = [
             Caption(
-                lines=[
-                    f"{word} {self._words(numbers[place])}"
-                    for word, numbers in (("target", self.targets), ("output", self.outputs))
-                    if numbers is not None
-                ],
-                right=self._right(place),
+                [f"{word} {self._words(numbers[place])}" for word, numbers in known if numbers is not None],
+                self._right(place),
             )
             for place in range(len(self.pixels))
         ]
@@ -252,8 +249,7 @@ def to_rgb(pixels: Tensor) -> np.ndarray:
     return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().numpy()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caption:
+class Caption(NamedTuple):
     """Text lines below a picture.
 
     Attributes:

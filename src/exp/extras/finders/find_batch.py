@@ -11,6 +11,7 @@ distance between them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ErrorDetails, RunError, config_error, missing_value, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, relative_path, run, shorten_config, write_table
+from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, write_table
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Trials:
         }
         self._config = shorten_config(config, decided, changes, room="find_batch", overrides=overrides)
         self.directory = make_exclusively(Path(self._config[COMPOSITION].directory))
-        self.directory_shown = relative_path(self.directory)
+        self.directory_shown = os.path.relpath(self.directory)
         self._jobs = jobs
         self.limit, self.done = limit, list[Trial]()
 

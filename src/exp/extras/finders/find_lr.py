@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ErrorDetails, RunError, config_error, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, relative_path, run, shorten_config, split_callbacks
+from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, split_callbacks
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[st
     from exp.extras.finders.range_test import PICTURE, SUMMARY, TABLE
 
     found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    steps, ended, shown = found["steps"], ENDS[found["end"]], relative_path(directory)
+    steps, ended, shown = found["steps"], ENDS[found["end"]], os.path.relpath(directory)
     if found["suggestion"] is None:
         raise RunError(
             f"the test suggests no rate: in {steps} steps the loss did not decrease by more than its noise, or the "

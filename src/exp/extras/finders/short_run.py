@@ -199,11 +199,6 @@ def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     return kept, [name for name in settings.callbacks if name not in kept]
 
 
-def relative_path(path: Path) -> Path:
-    """Return a path relative to the working directory, or unchanged if it is outside that directory."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write rows as a CSV file. Floats keep all digits."""
     file = io.StringIO()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from exp.functions.at_least_float32 import at_least_float32
 from exp.hooks.gradients import HEALTHY_NORM
 from exp.hooks.hook import Boundary, Hook, Period
-from exp.hooks.norms import norm
 from exp.hooks.panels import Column, Panel
 from exp.hooks.step import Step
 from exp.models.matching import find_modules
@@ -71,7 +71,8 @@ class RetainGradients(Hook):
     def tensor_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_in_backward:
             # One append, because the devices of nn.DataParallel call from several threads.
-            self._forwards[-1].setdefault(name, []).append(norm(gradient))
+            norm: Tensor = torch.linalg.vector_norm(gradient, dtype=at_least_float32(gradient.dtype))
+            self._forwards[-1].setdefault(name, []).append(norm)
 
     def after_backward(self, step: Step) -> dict[str, Tensor | Panel] | None:
         forwards, self._forwards = self._forwards[-self._batches :], []

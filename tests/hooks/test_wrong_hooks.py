@@ -40,7 +40,7 @@ STRATEGIES: dict[str, tuple[list[str], set[str]]] = {
     "tensor_parallel": (["exp.strategies.tensor_parallel.TensorParallel"], {"activations", "features", "nan_guard"}),
     "pipeline": (["exp.strategies.pipeline.Pipeline"], {"clip_module", "dtypes", "confusion"}),
     "hybrid": (["exp.strategies.hybrid.Hybrid"], {"features", "nan_guard"}),
-    "layer_split": (["exp.strategies.layer_split.LayerSplit"], set()),
+    "layer_split": (["exp.extras.gallery.layer_split.LayerSplit"], set()),
     "data_parallel": (["exp.extras.gallery.data_parallel.DataParallel"], {"nan_guard"}),
 }
 SUBCLASS = """

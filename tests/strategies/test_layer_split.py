@@ -11,9 +11,9 @@ from exp.build import build
 from exp.check.examination import plan
 from exp.check.resolution import resolve
 from exp.config.freeze import freeze
+from exp.extras.gallery.layer_split import SplitNetwork
 from exp.models.containers import ModuleDictModel
 from exp.models.partition import split
-from exp.strategies.layer_split import SplitNetwork
 from exp.strategies.rank import ALONE
 
 TWO = ("strategy=layer_split", "launch.accelerator=cpu", "launch.devices=2")

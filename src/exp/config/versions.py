@@ -62,6 +62,7 @@ MOVED: Mapping[str, str] = {
     }.items() for name in names},
     **{f"exp.{name}": f"{GALLERY}.{name.partition('.')[2]}" for name in (
         "data.domains", "data.letter_names", "models.ensemble", "models.scalar_tensor", "strategies.data_parallel",
+        "strategies.layer_split",
     )},
     **{f"exp.models.layers.{name}": f"{GALLERY}.custom_functions.{name}Layer" for name in (
         "Cube", "Exp", "Linear", "MulConstant", "StraightThrough",

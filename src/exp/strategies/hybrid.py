@@ -11,8 +11,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ErrorDetails, invalid_value, not_supported_with, raise_errors
 from exp.strategies.footprint import Footprint, Load
-from exp.strategies.layer_split import Layers
-from exp.strategies.pipeline import SCHEDULES, Pipeline
+from exp.strategies.pipeline import SCHEDULES, Layers, Pipeline
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint, Strategy

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, cast
 
 import torch.distributed as dist
-from annotated_types import Ge
+from annotated_types import Ge, Predicate
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import ErrorDetails, invalid_value, raise_errors, unknown_word
+from exp.errors import ConfigError, ErrorDetails, invalid_value, raise_errors, unknown_word
 from exp.models.inference import example_arguments
 from exp.models.partition import Split, split
+from exp.nested import tensors_in
+from exp.shared_types import DataSpec
 from exp.strategies.batch_norm import batch_norms
-from exp.strategies.footprint import Footprint, Load, Transfer, merge_equal_places
-from exp.strategies.layer_split import Layers, carried_bytes, part_place, split_errors
+from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer, merge_equal_places
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.pipeline_stages import Stage, Stages, count_micro_batches
 from exp.strategies.placement import Demand, Dimensions, Placement
@@ -46,6 +47,16 @@ SCHEDULES = {
     "1f1b": Schedule(torch_name="1F1B", stages_per_rank=1, needs_filling=True),
     "interleaved_1f1b": Schedule(torch_name="Interleaved1F1B", stages_per_rank=None, in_rounds=True),
 }
+
+
+def _has_names(layers: Sequence[Sequence[str]]) -> bool:
+    return bool(layers) and all(part and all(part) for part in layers)
+
+
+# Name patterns of the layers of each part, in the order of the forward.
+Layers = Annotated[
+    Sequence[Sequence[str]], 'a list, each a list of texts, such as [[stem, "stage.*"], [head]]', Predicate(_has_names)
+]
 
 
 MICROBATCHES = "strategy.microbatches"
@@ -207,6 +218,45 @@ def _option_errors(
     if count is not None and not errors and count % each:
         errors.append(invalid_value(key, count, f"a multiple of {each}, the stages of each rank"))
     return errors
+
+
+def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
+    """Return the reasons why the network cannot be split into `count` parts; an empty list if it can."""
+    try:
+        inputs = example_arguments(planned.network, DataSpec.of(planned.settings.data))
+        split(planned.network, count=count, layers=layers, inputs=inputs)
+    except ConfigError as error:
+        return list(error.errors)
+    return []
+
+
+def carried_bytes(parts: Split, part: int, load: Load) -> int:
+    """Return the bytes of one rank's micro-batch that are passed from `part` to later parts."""
+    values = [parts.values[name] for name in parts.values_after(part)]
+    stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
+    return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
+
+
+def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
+    """Return the contents of a device that has some parts of a network.
+
+    Args:
+        load: Properties of the run.
+        parts: Split of the network.
+        own: Indices of the parts on the device.
+        ranks: Ranks with these contents.
+        factor: Fraction of a whole micro-batch's activations that are in memory at the same time. Default: 1.
+    """
+    everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
+    layers = {layer: factor if index in own else 0.0 for index, part in enumerate(parts.parts) for layer in part.layers}
+    last = factor if len(parts.parts) - 1 in own else 0.0
+    return Place(
+        ranks=ranks,
+        held={name: one for name, one in everything.items() if name in names},
+        # Activations of code between layers are divided equally among the parts.
+        activations={**layers, OBJECTIVE: last},
+        rest=factor * len(own) / len(parts.parts),
+    )
 
 
 class Pipelined(Protocol):

@@ -14,9 +14,10 @@ from annotated_types import Ge
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 
 from exp.errors import ErrorDetails, config_error
+from exp.extras.gallery.layer_split import MEETS, LayerSplitStrategy, OverDevices, device_places
 from exp.strategies.ddp import DDP, ExpDDPStrategy
 from exp.strategies.footprint import Footprint, Load
-from exp.strategies.layer_split import MEETS, Layers, LayerSplitStrategy, OverDevices, device_places, split_errors
+from exp.strategies.pipeline import Layers, split_errors
 from exp.strategies.placement import CPU_RANKS, Demand, Dimensions, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import Blueprint

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-from annotated_types import Predicate
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from torch import nn
 
-from exp.errors import ConfigError, ErrorDetails, invalid_value
+from exp.errors import ErrorDetails, invalid_value
 from exp.models.inference import example_arguments
 from exp.models.partition import Patterns, Split, split
-from exp.nested import move_tensors, tensors_in
-from exp.shared_types import DataSpec
-from exp.strategies.footprint import OBJECTIVE, Footprint, Load, Place, Transfer
+from exp.nested import move_tensors
+from exp.strategies.footprint import Footprint, Load, Place, Transfer
+from exp.strategies.pipeline import Layers, carried_bytes, part_place, split_errors
 from exp.strategies.placement import CPU_RANKS, Demand, Placement
 from exp.strategies.rank import Rank
 from exp.strategies.strategy import (
@@ -31,15 +30,6 @@ from exp.strategies.strategy import (
     precision_of,
 )
 
-
-def _has_names(layers: Sequence[Sequence[str]]) -> bool:
-    return bool(layers) and all(part and all(part) for part in layers)
-
-
-# Name patterns of the layers of each part, in the order of the forward.
-Layers = Annotated[
-    Sequence[Sequence[str]], 'a list, each a list of texts, such as [[stem, "stage.*"], [head]]', Predicate(_has_names)
-]
 # Terms of the objective may differentiate the step's graph, but may not call layers.
 MEETS = frozenset({"retained_graph"})
 
@@ -93,45 +83,6 @@ class LayerSplit(Strategy):
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return a Lightning strategy for one process with several devices."""
         return LayerSplitStrategy(devices=placement.devices(rank.local_rank), layers=self.layers)
-
-
-def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
-    """Return the reasons why the network cannot be split into `count` parts; an empty list if it can."""
-    try:
-        inputs = example_arguments(planned.network, DataSpec.of(planned.settings.data))
-        split(planned.network, count=count, layers=layers, inputs=inputs)
-    except ConfigError as error:
-        return list(error.errors)
-    return []
-
-
-def carried_bytes(parts: Split, part: int, load: Load) -> int:
-    """Return the bytes of one rank's micro-batch that are passed from `part` to later parts."""
-    values = [parts.values[name] for name in parts.values_after(part)]
-    stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
-    return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
-
-
-def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
-    """Return the contents of a device that has some parts of a network.
-
-    Args:
-        load: Properties of the run.
-        parts: Split of the network.
-        own: Indices of the parts on the device.
-        ranks: Ranks with these contents.
-        factor: Fraction of a whole micro-batch's activations that are in memory at the same time. Default: 1.
-    """
-    everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
-    layers = {layer: factor if index in own else 0.0 for index, part in enumerate(parts.parts) for layer in part.layers}
-    last = factor if len(parts.parts) - 1 in own else 0.0
-    return Place(
-        ranks=ranks,
-        held={name: one for name, one in everything.items() if name in names},
-        # Activations of code between layers are divided equally among the parts.
-        activations={**layers, OBJECTIVE: last},
-        rest=factor * len(own) / len(parts.parts),
-    )
 
 
 def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple[int, ...]) -> list[Place]:

@@ -1,10 +1,7 @@
 """python -m exp.gallery: the experiments that come with exp, each one command.
 
-    python -m exp.gallery                 list all experiments, with the paths of their pictures
-    python -m exp.gallery lenet           print the YAML of an experiment
-
-Each experiment has a page with a picture in docs/gallery of the repository. An installed package does not contain these
-pages.
+python -m exp.gallery                 list all experiments
+python -m exp.gallery lenet           print the YAML of an experiment
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from exp.spelling import among, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXPERIMENTS = PACKAGE / "conf" / "experiment"
-# The folder of the pages in a checkout. An installed package does not have it.
-PAGES = PACKAGE.parents[1] / "docs" / "gallery"
 
 
 def titles() -> dict[str, str]:
@@ -52,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
     found = titles()
     if name is None:
         for one, title in found.items():
-            picture = PAGES / f"{one}.png"
-            place = picture if picture.is_file() else f"docs/gallery/{one}.png of the repository"
-            print(f"{one}\n  {title}\n  python -m exp.train experiment={one}\n  {place}\n")
+            print(f"{one}\n  {title}\n  python -m exp.train experiment={one}\n")
         return 0
     if name not in found:
         got, expected = f"{name}, which is none of exp's own", f"one of {among(found, word=name)}"

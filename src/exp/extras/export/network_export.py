@@ -7,7 +7,6 @@ The comparison uses samples of the run's data in batches of 1, 7 and 64. If the 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,6 @@ SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # Splits in the order of preference. Validation and test are first, because they have no augmentation.
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
-# Largest number of batches that are read. Their sequences may have different lengths.
-BATCHES = 4
 NOTE = "inputs are as the run's data gives them to the network: standardized, encoded and transformed"
 
 
@@ -123,33 +120,23 @@ def _description(
 
 
 def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
-    """Return one batch for each size in SIZES, and the batches with other sequence lengths.
-
-    The samples are from the validation split, or else from the test or training split.
+    """Return one batch for each size in SIZES, from the validation split, or else from the test or training split.
 
     Raises:
         RunError: The data has no sample.
     """
     stage = next(stage for stage in BY_CHOICE if stage in data.stages)
-    found: list[dict[str, Tensor]] = []
     with preserve_generators():
-        for number, batch in enumerate(itertools.islice(data.loader(stage), BATCHES)):
-            if data.transforms_batches(stage):
-                batch = data.transform_batch(batch, stage=stage, rank=0, epoch=0, number=number)
-            entries = inputs_in(batch.data)
-            only = next(iter(entries.values()))  # the only input of a network may have any name
-            raw = {name: entries.get(name, only) for name in network.inputs}
-            found.append({name: raw[name].to(getattr(torch, spec.dtype)) for name, spec in network.inputs.items()})
-    if not found:
-        raise RunError("the data of the run has no samples to check the export")
-    # Only batches with the same lengths can be concatenated.
-    alike = [one for one in found if _lengths(one) == _lengths(found[0])]
-    whole = {name: torch.cat([one[name] for one in alike]) for name in found[0]}
-    return [*(_resize(whole, size) for size in SIZES), *(one for one in found if _lengths(one) != _lengths(whole))]
-
-
-def _lengths(inputs: Mapping[str, Tensor]) -> list[torch.Size]:
-    return [one.shape[1:] for one in inputs.values()]
+        batch = next(iter(data.loader(stage)), None)
+        if batch is None:
+            raise RunError("the data of the run has no samples to check the export")
+        if data.transforms_batches(stage):
+            batch = data.transform_batch(batch, stage=stage, rank=0, epoch=0, number=0)
+    entries = inputs_in(batch.data)
+    only = next(iter(entries.values()))  # the only input of a network may have any name
+    raw = {name: entries.get(name, only) for name in network.inputs}
+    inputs = {name: raw[name].to(getattr(torch, spec.dtype)) for name, spec in network.inputs.items()}
+    return [_resize(inputs, size) for size in SIZES]
 
 
 def _resize(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ErrorDetails, RunError, config_error, missing_value, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, write_table
+from exp.extras.finders.short_run import decide, flag_parser, parse, run, shorten_config, write_table
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 PROGRAM = "exp.find_batch"
 TABLE = "batch.csv"
 FEWEST_STEPS = 3
-FLAGS = (
-    Flag("--memory", str, None, "the memory limit of a process, such as 2GiB; required without a GPU"),
-    Flag("--max", int, None, "the largest size to try; the number of training samples", above=0),
-    Flag("--steps", int, 5, "optimizer steps at each size", above=FEWEST_STEPS - 1),
-)
 # The search ends when the distance from the largest size that fits to the smallest that does not fit is at most this
 # share of the former.
 WITHIN = 0.05
@@ -73,7 +68,11 @@ def main(argv: Sequence[str]) -> int:
         0 if a size fits, 1 if not even one sample fits or a run fails, 2 for an error in the command, 128 + n after
         signal n.
     """
-    flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
+    parser = flag_parser(PROGRAM, __doc__)
+    parser.add_argument("--memory", help="the memory limit of a process, such as 2GiB; required without a GPU")
+    parser.add_argument("--max", type=int, help="the largest size to try; default: the number of training samples")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps at each size; %(default)s")
+    flags, arguments = parse(parser, argv, program=PROGRAM, above={"max": 0, "steps": FEWEST_STEPS - 1})
     limit = None if flags.memory is None else memory_bytes(flags.memory)
     if flags.memory is not None and limit is None:
         raise config_error("--memory", got=repr(flags.memory), expected=f"{EXPECTED}: 2GiB")

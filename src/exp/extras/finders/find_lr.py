@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ErrorDetails, RunError, config_error, not_supported_with, raise_errors
-from exp.extras.finders.short_run import Flag, decide, parse, run, shorten_config, split_callbacks
+from exp.extras.finders.short_run import decide, flag_parser, parse, run, shorten_config, split_callbacks
 from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 PROGRAM = "exp.find_lr"
 # A copy of FEWEST_STEPS in range_test.py, because importing that module would import torch.
 FEWEST_STEPS = 20
-FLAGS = (
-    Flag("--min", float, 1e-8, "the first rate", above=0),
-    Flag("--max", float, 1.0, "the last rate", above=0),
-    Flag("--steps", int, 100, "optimizer steps", above=FEWEST_STEPS - 1),
-)
 ENDS = {
     "steps": "after the last rate",
     "loss_rose": "the smoothed loss rose above 4 times its lowest",
@@ -47,7 +42,11 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0 with a suggestion, 1 without one or if the test fails, 2 for an error in the command, 128 + n after signal n.
     """
-    flags, arguments = parse(FLAGS, argv, program=PROGRAM, description=__doc__)
+    parser = flag_parser(PROGRAM, __doc__)
+    parser.add_argument("--min", type=float, default=1e-8, help="the first rate; %(default)s")
+    parser.add_argument("--max", type=float, default=1.0, help="the last rate; %(default)s")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps; %(default)s")
+    flags, arguments = parse(parser, argv, program=PROGRAM, above={"min": 0, "max": 0, "steps": FEWEST_STEPS - 1})
     if not flags.min < flags.max < math.inf:
         raise config_error("--max", got=f"{flags.max:g}", expected=f"a rate above --min, {flags.min:g}")
     if arguments is None:

@@ -11,7 +11,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from exp.config.found_run import key_of
 from exp.errors import ErrorDetails, Interrupted, invalid_value, raise_errors
@@ -56,36 +56,33 @@ class Unfinished(Interrupted):
         return f"interrupted by signal {self.signum}; an incomplete test has no result and saves no state"
 
 
-class Flag(NamedTuple):
-    """A command-line flag of exp.find_lr or exp.find_batch.
+# Number that the value of a flag must exceed, by the destination of the flag.
+Limits = Mapping[str, float]
 
-    Args:
-        name: Name of the flag, such as --steps.
-        kind: Function that converts the text of the value.
-        default: Default of the value.
-        help: Text for the help.
-        above: Number that the value must exceed. None: no limit.
-    """
 
-    name: str
-    kind: Callable[[str], object]
-    default: object
-    help: str
-    above: float | None = None
+def flag_parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the flags of a command. The command adds its flags."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s [flags and overrides of exp.train]",
+    )
 
 
 def parse(
-    flags: Sequence[Flag], argv: Sequence[str], *, program: str, description: str
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, program: str, above: Limits
 ) -> tuple[argparse.Namespace, argparse.Namespace | None]:
     """Return the values of the flags of a command, and the arguments of exp.train.
 
     The arguments of exp.train are None if the command line was a question, such as --help, that this function answered.
 
     Args:
-        flags: Flags of the command.
+        parser: Parser with the flags of the command.
         argv: The command line.
         program: Name of the command, such as exp.find_lr.
-        description: Text of its help.
+        above: Limits of the flags.
 
     Raises:
         ConfigError: Errors of all flags.
@@ -93,21 +90,13 @@ def parse(
     from exp.cli.command_line import answer_question, parse_arguments
     from exp.cli.train import refuse_ranks
 
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        usage="%(prog)s [flags and overrides of exp.train]",
-    )
-    for flag in flags:
-        parser.add_argument(flag.name, type=flag.kind, default=flag.default, help=f"{flag.help}; {flag.default}")
     own, rest = parser.parse_known_args(argv)
-    errors: list[ErrorDetails] = []
-    for flag in flags:
-        value = vars(own)[flag.name.lstrip("-").replace("-", "_")]
-        if value is not None and flag.above is not None and not value > flag.above:  # also a nan
-            errors.append(ErrorDetails(flag.name, f"{value:g}", f"a number above {flag.above:g}"))
+    values = {name: value for name, value in vars(own).items() if name in above and value is not None}
+    errors = [
+        ErrorDetails(f"--{name}", f"{value:g}", f"a number above {above[name]:g}")
+        for name, value in values.items()
+        if not value > above[name]  # also a nan
+    ]
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
         errors.append(ErrorDetails("--multirun", "several runs", "one", "Leave -m out, and call it once each"))

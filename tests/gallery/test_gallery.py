@@ -42,14 +42,6 @@ def test_the_list_needs_neither_torch_nor_hydra() -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_an_installed_package_names_the_repository_for_pictures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("exp.cli.gallery.PAGES", tmp_path)
-    assert main([]) == 0
-    assert "docs/gallery/lenet.png of the repository" in capsys.readouterr().out
-
-
 def test_each_experiment_has_a_test_that_says_its_number() -> None:
     functions = [node for path in FOLDER.glob("test_*.py") for node in ast.parse(path.read_text()).body]
     said = {node.name: ast.get_docstring(node) for node in functions if isinstance(node, ast.FunctionDef)}

@@ -79,7 +79,6 @@ def _inside() -> Iterator[str]:
         ("dtypes, `torch.float32`", vocabulary.DTYPES),
         ("memory formats, `torch.channels_last`", vocabulary.MEMORY_FORMATS),
         ("numbers, `torch.pi`", vocabulary.TORCH_NUMBERS),
-        ("names of torch for functions of `torch.nn.functional`, `torch.conv2d`", vocabulary.TORCH_FORMS),
         ("functions of Python", vocabulary.BUILTINS),
         ("methods of lists, dicts and containers of layers", vocabulary.CONTAINER_METHODS),
     ):

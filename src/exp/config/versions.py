@@ -134,6 +134,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.extras.research.retain_gradients.RetainGradients": {"histogram": Removed()},
     "exp.hooks.gradients.Gradients": {"shares_every_n_steps": Removed()},
     "exp.hooks.memory.Memory": {"record_history": Removed()},
+    "exp.models.layers.Noise": {"distribution": Removed(["normal"])},
     "exp.objectives.consistency.Consistency": {"probabilities": Removed([True])},
     "exp.objectives.metrics.R2": {"multioutput": Removed(["uniform_average"])},
     DDP: {
@@ -143,7 +144,12 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     },
     "exp.strategies.fsdp.FSDP": {"min_parameters": Removed(), "no_sync": Removed([False])},
     # The placement of activations changes no number.
-    "exp.strategies.hybrid.Hybrid": {"sequence": Removed(), "vocabulary": Removed([False])},
+    "exp.strategies.hybrid.Hybrid": {
+        "sequence": Removed(),
+        "stages_per_rank": Removed([None, 1, 2]),
+        "vocabulary": Removed([False]),
+    },
+    "exp.strategies.pipeline.Pipeline": {"stages_per_rank": Removed([None, 1, 2])},
     "exp.strategies.tensor_parallel.TensorParallel": {"sequence": Removed(), "vocabulary": Removed([False])},
     "exp.tensorboard.logger.TensorBoardLogger": {"graph": Removed()},
 }

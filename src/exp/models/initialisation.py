@@ -5,7 +5,6 @@ initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 
 import torch
@@ -63,11 +62,6 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
         fix = did_you_mean(str(name), SCHEMES)
         raise config_error(key, got=f"the scheme {name!r}", expected=f"one of {', '.join(SCHEMES)}", fix=fix)
     function = SCHEMES[name]
-    known = [option for option in inspect.signature(function).parameters if option not in ("tensor", "generator")]
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        expected = f"parameters of {name}: {', '.join(known) if known else 'none'}"
-        raise config_error(f"{key}.{unknown[0]}", got="an unknown parameter", expected=expected)
     try:
         with torch.no_grad():
             function(parameter, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -41,20 +41,18 @@ class Parameter(nn.Module):
 
 
 class Noise(nn.Module):
-    """Random numbers for each sample of a batch, such as a generator's input.
+    """Normally distributed random numbers for each sample of a batch, such as a generator's input.
 
     The numbers are drawn from torch's generator. exp seeds it before each step, so that a resumed run draws the same
     numbers.
 
     Args:
         shape: The shape of the numbers for one sample.
-        distribution: `normal` (default) with mean 0 and variance 1, or `uniform` from 0 to 1.
     """
 
-    def __init__(self, *, shape: Shape, distribution: Literal["normal", "uniform"] = "normal") -> None:
+    def __init__(self, *, shape: Shape) -> None:
         super().__init__()
         self.shape = tuple(shape)
-        self.distribution = distribution
 
     def forward(self, like: Tensor) -> Tensor:
         """Return noise `[B, *shape]` for a batch `[B, ...]`.
@@ -62,8 +60,7 @@ class Noise(nn.Module):
         The dtype is that of the batch, or the default dtype if the batch has integers.
         """
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        draw = torch.randn if self.distribution == "normal" else torch.rand
-        return draw((like.shape[0], *self.shape), dtype=dtype, device=like.device)
+        return torch.randn((like.shape[0], *self.shape), dtype=dtype, device=like.device)
 
 
 def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:

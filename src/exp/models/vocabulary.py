@@ -67,16 +67,6 @@ FUNCTIONAL_FUNCTIONS = frozenset(
     triplet_margin_with_distance_loss unfold upsample upsample_bilinear upsample_nearest
     """.split()
 )
-# Functions of torch.nn.functional that also exist in torch, such as `torch.conv2d`. Without a prefix, the name means
-# the function of torch.nn.functional.
-TORCH_FORMS = frozenset(
-    """
-    adaptive_avg_pool1d avg_pool1d bilinear celu channel_shuffle conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d cosine_similarity dropout embedding group_norm hardshrink layer_norm
-    max_pool1d max_pool2d max_pool3d pairwise_distance pdist pixel_shuffle pixel_unshuffle prelu rms_norm threshold
-    """.split()
-)
-
 LINALG_FUNCTIONS = frozenset(
     """
     cholesky cholesky_ex cond cross det diagonal eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor
@@ -169,7 +159,7 @@ PREFIXES = {
     **{spelling: f"torch.{name}" for name in ("fft", "linalg") for spelling in (name, f"torch.{name}")},
 }
 _MEMBERS = {
-    "torch": TORCH_FUNCTIONS | TORCH_FORMS | DTYPES | MEMORY_FORMATS | TORCH_NUMBERS,
+    "torch": TORCH_FUNCTIONS | DTYPES | MEMORY_FORMATS | TORCH_NUMBERS,
     "torch.nn.functional": FUNCTIONAL_FUNCTIONS,
     "torch.fft": FFT_FUNCTIONS,
     "torch.linalg": LINALG_FUNCTIONS,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from exp.models.inference import example_arguments
 from exp.plan.device_peaks import Device
 from exp.plan.fake_step import Setting, StepFigures, sizes_of, take_step
-from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, largest_total, load_of, memory_of
+from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, largest_total, memory_of
 from exp.plan.step_time import StepTime, step_time
-from exp.strategies.footprint import Footprint
+from exp.strategies.footprint import Footprint, Load
 from exp.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -102,7 +102,16 @@ class Estimator:
         if self._states is None and figures.fake is not None:
             self._states = OptimizerState(plan, figures.fake, trained=figures.trained)
         inputs = example_arguments(network, plan.spec) if self._is_cut else ()
-        load = load_of(plan, figures, micro_batches=micro_batches, network=network, inputs=inputs)
+        load = Load(
+            network=network,
+            sizes=figures.parameters,
+            placement=plan.placement,
+            inputs=inputs,
+            buffers=figures.buffers,
+            outputs=figures.output_bytes,
+            micro_batches=micro_batches,
+            samples=samples,
+        )
         footprint = footprint_of(load, plan.strategy)
         places = memory_of(plan, figures, footprint, self._states)
         time = None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exp.config.targets import resolve
@@ -140,30 +139,6 @@ class OptimizerState:
             if one is not None and one.steps and name in self._trained:
                 parameter.data = torch.empty(one.shape, dtype=parameter.dtype)
                 parameter.grad = torch.empty(one.shape, dtype=parameter.dtype)
-
-
-def load_of(
-    plan: Plan, figures: StepFigures, *, micro_batches: int, network: nn.Module, inputs: tuple[Tensor, ...]
-) -> Load:
-    """Return the load of a step, from which a strategy computes its footprint.
-
-    Args:
-        plan: Plan of the run.
-        figures: Memory and FLOPs of one micro-batch of a rank.
-        micro_batches: Number of micro-batches in an optimizer step.
-        network: Network on the meta device.
-        inputs: Stand-in inputs, for strategies that split the network by a forward.
-    """
-    return Load(
-        network=network,
-        sizes=figures.parameters,
-        placement=plan.placement,
-        inputs=inputs,
-        buffers=figures.buffers,
-        outputs=figures.output_bytes,
-        micro_batches=micro_batches,
-        samples=figures.setting.samples,
-    )
 
 
 def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:

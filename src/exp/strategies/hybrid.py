@@ -33,7 +33,6 @@ class Hybrid(Strategy):
         plan: See exp.strategies.tensor_parallel. Default: auto.
         divide: See exp.strategies.tensor_parallel. Default: auto.
         schedule: See exp.strategies.pipeline. Default: 1f1b.
-        stages_per_rank: See exp.strategies.pipeline. Default: None.
         microbatches: See exp.strategies.pipeline. Default: auto.
         layers: See exp.strategies.pipeline. Default: None.
 
@@ -51,18 +50,12 @@ class Hybrid(Strategy):
         plan: str | Mapping[str, str] = AUTO,
         divide: str | Sequence[str] = AUTO,
         schedule: str = "1f1b",
-        stages_per_rank: Annotated[int, Ge(1)] | None = None,
         microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto",
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
         tensor_options: dict[str, Any] = {"plan": plan, "divide": divide}
-        pipeline_options: dict[str, Any] = {
-            "schedule": schedule,
-            "stages_per_rank": stages_per_rank,
-            "microbatches": microbatches,
-            "layers": layers,
-        }
+        pipeline_options: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "layers": layers}
         raise_errors(_dimension_errors(tensor, pipeline, data))
         is_pipeline = pipeline > 1
         unused, axis = (tensor_options, "tensor") if is_pipeline else (pipeline_options, "pipeline")
@@ -73,8 +66,7 @@ class Hybrid(Strategy):
         self.meets = frozenset() if is_pipeline or self.shards_parameters else MEETS
         self.axis: Strategy
         if is_pipeline:
-            known = SCHEDULES.get(schedule)
-            each = stages_per_rank or (known.stages_per_rank if known else None) or 2
+            each = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
             self.axis = Pipeline(name=name, stages=pipeline * each, **pipeline_options)
         else:
             self.axis = TensorParallel(name=name, **tensor_options)

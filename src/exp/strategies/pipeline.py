@@ -31,21 +31,21 @@ class Schedule:
 
     Attributes:
         torch_name: Name of the schedule in torch.
-        stages_per_rank: Number of stages per rank. None means two or more.
+        stages_per_rank: Number of stages per rank. Default: 1.
         needs_filling: Whether the schedule needs at least one micro-batch per stage. Default: False.
         in_rounds: Whether the number of micro-batches must be a multiple of the number of ranks. Default: False.
     """
 
     torch_name: str
-    stages_per_rank: int | None
+    stages_per_rank: int = 1
     needs_filling: bool = False
     in_rounds: bool = False
 
 
 SCHEDULES = {
-    "gpipe": Schedule(torch_name="GPipe", stages_per_rank=1),
-    "1f1b": Schedule(torch_name="1F1B", stages_per_rank=1, needs_filling=True),
-    "interleaved_1f1b": Schedule(torch_name="Interleaved1F1B", stages_per_rank=None, in_rounds=True),
+    "gpipe": Schedule(torch_name="GPipe"),
+    "1f1b": Schedule(torch_name="1F1B", needs_filling=True),
+    "interleaved_1f1b": Schedule(torch_name="Interleaved1F1B", stages_per_rank=2, in_rounds=True),
 }
 
 
@@ -74,10 +74,8 @@ class Pipeline(Strategy):
     Args:
         name: Name of the strategy. Default: pipeline.
         schedule: Key of SCHEDULES. Default: 1f1b.
-        stages: Number of parts of the network. None uses one per entry of `layers`; without `layers`, `stages_per_rank`
-            per rank. Default: None.
-        stages_per_rank: Number of stages per rank. None uses 1, or 2 for a schedule with several stages per rank.
-            Default: None.
+        stages: Number of parts of the network. None uses one per entry of `layers`; without `layers`, the number of
+            stages per rank that the schedule needs. Default: None.
         microbatches: Number of micro-batches into which a rank's part of a batch is split. `auto` selects a number that
             divides the part. Default: auto.
         layers: Name patterns of the layers of each stage, in the order of the forward. None splits the network into
@@ -93,18 +91,17 @@ class Pipeline(Strategy):
         name: str = "pipeline",
         schedule: str = "1f1b",
         stages: Annotated[int, Ge(1)] | None = None,
-        stages_per_rank: Annotated[int, Ge(1)] | None = None,
         microbatches: Annotated[int, Ge(1)] | Literal["auto"] = "auto",
         layers: Layers | None = None,
     ) -> None:
         super().__init__(name=name)
-        raise_errors(_option_errors(schedule, stages, stages_per_rank, layers))
+        raise_errors(_option_errors(schedule, stages, layers))
         self.schedule = SCHEDULES[schedule]
         self.schedule_word = schedule
         self.stages = len(layers) if layers is not None else stages
         # If the number of stages is not set, all ranks form one pipeline.
         self.splits_batch = self.stages is not None
-        self.stages_per_rank = stages_per_rank or self.schedule.stages_per_rank or 2
+        self.stages_per_rank = self.schedule.stages_per_rank
         self.microbatches: int | Literal["auto"] = microbatches
         self.layers = layers
 
@@ -201,17 +198,11 @@ class Pipeline(Strategy):
         return errors
 
 
-def _option_errors(
-    schedule: str, stages: int | None, stages_per_rank: int | None, layers: Layers | None
-) -> list[ErrorDetails]:
+def _option_errors(schedule: str, stages: int | None, layers: Layers | None) -> list[ErrorDetails]:
     if schedule not in SCHEDULES:
         return [unknown_word("schedule", str(schedule), SCHEDULES)]
     errors = []
-    takes = SCHEDULES[schedule].stages_per_rank
-    if stages_per_rank is not None and stages_per_rank != takes and (takes is not None or stages_per_rank < 2):
-        expected = f"{takes or '2 or more'}: {schedule} has so many stages per rank"
-        errors.append(invalid_value("stages_per_rank", stages_per_rank, expected))
-    each = stages_per_rank or takes or 2
+    each = SCHEDULES[schedule].stages_per_rank
     if layers is not None and stages is not None and len(layers) != stages:
         errors.append(invalid_value("stages", stages, f"{len(layers)}, one per part of strategy.layers, or null"))
     key, count = ("stages", stages) if layers is None else ("layers", len(layers))

@@ -248,7 +248,7 @@ def test_plan_reuses_data_read_to_complete_the_config(homes):
     ignored = "objective.cross_entropy.loss.ignore_index=${data.num_classes}"
     other = plan(resolve(exp.compose([*command, ignored])))
     assert other.resolved.data is None
-    assert other.data.loading.labels.ignored == (3,)
+    assert other.data.labels.ignored == (3,)
 
 
 numbers = st.floats(-1e100, 1e100)

@@ -1,18 +1,227 @@
-"""The samples of the global batches of each split, in every epoch."""
+"""The samples of the global batches of each split, in every epoch.
+
+Samplers of torch's kind run with seeded generators, and the indices that they return are checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch.utils.data import IterableDataset
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset, samples_in
-from exp.data.loader import EpochBatches, GlobalBatches
-from exp.data.sampling import AnySampler, MakeSampler, SampledBatches, SampledOrder, maker
-from exp.errors import ConfigError
+from exp.data.loader import EpochBatches, Epochs, GlobalBatches
+from exp.data.orders import Listed, Order
+from exp.data.randomness import preserve_generators, reseed_sampler
+from exp.errors import (
+    LIBRARIES,
+    REFUSALS,
+    ConfigError,
+    ExpError,
+    RunError,
+    UserCodeError,
+    constructor_error,
+    message_of,
+)
 from exp.shared_types import Stage
+
+# The items that a sampler returns: indices of samples, or for a batch sampler lists of indices.
+AnySampler = Sampler[Any]
+Items = list[Any]
+# A function that makes a sampler: the class, or a functools.partial of the class.
+MakeSampler = Callable[..., AnySampler]
+# The packages with samplers that depend only on the random generators, not on earlier epochs.
+STATELESS = ("exp", "torch")
+# A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items. It
+# returns None if all items are valid.
+Judge = Callable[[Sequence[Any]], tuple[str, str] | None]
+
+
+class Passes:
+    """The items that a sampler returns in each epoch. All epochs have the same number of items.
+
+    Before each epoch, the generators of Python, NumPy and torch are seeded from (seed, stage, epoch). If the sampler
+    has `set_epoch`, it is called. A sampler of another package may keep state between epochs; for such a sampler, a
+    resumed run repeats all earlier epochs.
+
+    Args:
+        make: Makes the sampler.
+        key: The config key below `data.`, for messages.
+        stage: The stage of the split.
+        seed: The seed of the run.
+        judge: Checks the items of an epoch.
+
+    Raises:
+        ConfigError: The first epoch is invalid.
+    """
+
+    def __init__(self, make: Callable[[], AnySampler], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
+        self._make, self._key, self._stage, self._seed, self._judge = make, key, stage, seed, judge
+        self._sampler, self._done = self._make_seeded(), 0
+        self._last: tuple[int, Items] | None = None
+        self.length = 0
+        self.length = len(self(0))
+
+    def __call__(self, epoch: int) -> Items:
+        """Return all items of an epoch.
+
+        Raises:
+            RunError: The epoch is invalid.
+            UserCodeError: The sampler fails.
+        """
+        if self._last is not None and self._last[0] == epoch:
+            return self._last[1]
+        with preserve_generators():
+            found = self._items(epoch)
+        wrong = self._judge(found) if found else ("nothing", "at least one sample or batch")
+        if self.length and len(found) != self.length:
+            wrong = f"{len(found)} items", f"{self.length} as in epoch 0"
+        if wrong is not None:
+            got = f"{type(self._sampler).__name__}, which gives {wrong[0]} in epoch {epoch}"
+            if not self.length:
+                raise data_error(self._key, got=got, expected=wrong[1])
+            raise RunError(f"data.{self._key}: {got}; expected {wrong[1]}")
+        self._last = (epoch, found)
+        return found
+
+    def _items(self, epoch: int) -> Items:
+        if type(self._sampler).__module__.partition(".")[0] in STATELESS or isinstance(self._sampler, Epochs):
+            return self._one(epoch)
+        if epoch < self._done:
+            self._sampler, self._done = self._make_seeded(), 0
+        for earlier in range(self._done, epoch):
+            self._one(earlier)
+        self._done = epoch + 1
+        return self._one(epoch)
+
+    def _one(self, epoch: int) -> Items:
+        sampler = self._sampler
+        reseed_sampler(seed=self._seed, stage=self._stage, epoch=epoch)
+        try:
+            if isinstance(sampler, Epochs):
+                sampler.set_epoch(epoch)
+            return list(sampler)
+        except Exception as error:
+            raise UserCodeError.of(error, what=f"epoch {epoch} of the sampler {type(sampler).__name__}") from error
+
+    def _make_seeded(self) -> AnySampler:
+        with preserve_generators():
+            reseed_sampler(seed=self._seed, stage=self._stage, epoch=-1)
+            sampler = self._make()
+        if isinstance(sampler, DistributedSampler):
+            got = f"{type(sampler).__name__}, which divides its samples among ranks"
+            expected = "a sampler of the whole training split, derived from torch.utils.data.Sampler"
+            raise data_error(self._key, got=got, expected=expected)
+        return sampler
+
+
+class SampledOrder:
+    """The sample indices that a sampler returns, by epoch.
+
+    Args:
+        make: Makes the sampler.
+        samples: The number of samples in the split.
+        seed: The seed of the run.
+    """
+
+    def __init__(self, make: Callable[[], AnySampler], *, samples: int, seed: int) -> None:
+        judge = functools.partial(_wrong_index, samples=samples)
+        self._passes = Passes(make, key="sampler", stage="train", seed=seed, judge=judge)
+
+    def __len__(self) -> int:
+        return self._passes.length
+
+    def __call__(self, epoch: int) -> Tensor:
+        return torch.tensor(self._passes(epoch), dtype=torch.int64)
+
+
+class SampledBatches(EpochBatches):
+    """The global batches that a batch sampler returns.
+
+    In evaluation, the batches must contain each sample exactly once.
+
+    Args:
+        make: Makes the batch sampler.
+        samples: The number of samples in the split.
+        stage: The stage of the split.
+        seed: The seed of the run.
+    """
+
+    def __init__(self, make: Callable[[], AnySampler], *, samples: int, stage: Stage, seed: int) -> None:
+        self._samples, self._is_whole, self.seed = samples, stage != "train", seed
+        self._passes = Passes(make, key="batch_sampler", stage=stage, seed=seed, judge=self._wrong)
+        self.batch_size = max(map(len, self._passes(0)))
+
+    def __len__(self) -> int:
+        return self._passes.length
+
+    def order(self, epoch: int) -> Order:
+        return Listed(torch.tensor([index for batch in self._passes(epoch) for index in batch], dtype=torch.int64))
+
+    def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        edges = list(itertools.accumulate(map(len, self._passes(epoch)), initial=0))
+        return itertools.pairwise(edges[start:])
+
+    def _wrong(self, found: Sequence[object]) -> tuple[str, str] | None:
+        seen: list[int] = []
+        for batch in found:
+            if not isinstance(batch, list | tuple) or not batch:
+                return f"{batch!r}", "lists of samples: a sampler of single samples belongs in data.sampler"
+            if error := _wrong_index(batch, samples=self._samples):
+                return error
+            seen += batch
+        if self._is_whole and sorted(seen) != list(range(self._samples)):
+            got = f"{len(seen)} samples, {len(set(seen))} of them different, for an evaluation of {self._samples}"
+            return got, "each sample once"
+        return None
+
+
+def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | None:
+    """Return the first item that is not a sample index, and a description of valid items.
+
+    Returns None if all items are valid.
+    """
+    for index in found:
+        if not hasattr(index, "__index__") or not 0 <= index < samples:
+            return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"
+    return None
+
+
+def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Callable[[], AnySampler]:
+    """Return the function that makes a sampler.
+
+    Args:
+        make: The class of the sampler, or a functools.partial of the class.
+        key: The config key below `data.`, for messages.
+        offers: Values by parameter name. They are passed if the sampler has the parameter and the config does not set
+            it.
+    """
+    target, given = (make.func, dict(make.keywords)) if isinstance(make, functools.partial) else (make, {})
+    taken = inspect.signature(make).parameters
+    values = {name: value for name, value in offers.items() if name in taken and given.get(name) is None}
+
+    def make_sampler() -> AnySampler:
+        try:
+            return make(**values)
+        except ExpError:
+            raise
+        except Exception as error:
+            if not isinstance(error, REFUSALS) and target.__module__.partition(".")[0] in LIBRARIES:
+                raise  # a bug in exp or a library
+            name = getattr(target, "__name__", target)
+            got = f"{name} refused its values ({type(error).__name__}: {message_of(error)})"
+            raise ConfigError([constructor_error(error, key=f"data.{key}", known=given, got=got)]) from error
+
+    return make_sampler
 
 
 @dataclass(kw_only=True)

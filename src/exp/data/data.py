@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
-from exp.data.batching import Batching
+from exp.data.batching import Batching, MakeSampler
 from exp.data.collate import Collate
-from exp.data.data_errors import data_error
-from exp.data.entries import BatchForm
-from exp.data.in_memory import AnyDataset, Fitted, Noted, Raw
+from exp.data.data_errors import data_error, name_error
+from exp.data.entries import BatchForm, by_name, inputs_in, target_in
+from exp.data.in_memory import AnyDataset, Fitted, Noted, Raw, Tensors
 from exp.data.joint_transforms import Transforms, apply_transforms
-from exp.data.labels import IGNORED, Labels
-from exp.data.loader import Loader
+from exp.data.labels import IGNORED, Labels, classes_in
 from exp.data.loading import Loading
 from exp.data.randomness import preserve_generators, reseed_batch
 from exp.data.samplers import BalancedSampler
-from exp.data.sampling import MakeSampler
-from exp.data.spec import attribute, classes_of, declared_spec, read_spec
 from exp.data.split_rules import chooser
 from exp.data.splits import fit, make_splits, prepare
 from exp.data.workers import FetchOptions, StartMethod
 from exp.errors import ExpError, UserCodeError
 from exp.nested import tensors_in
-from exp.shared_types import Batch, DataSpec, SampleDtype, Stage
+from exp.shared_types import Batch, DataSpec, SampleDtype, Stage, TensorSpec, dtype_name, tensor_specs
 
 
-class Data:
+class Data(Loading):
     """Data sets for training, validation and test, and the settings of their batches.
 
     Data in memory is batched by index: torch's TensorDataset, and any data set with `gather(indices)`. torch's
@@ -90,7 +87,6 @@ class Data:
         seed: The seed of the run.
 
     Attributes:
-        loading: The splits and the settings of their batches.
         spec: The shapes, dtypes and number of classes of the samples.
         rounded: The names of a sample's float64 values that become float32.
         fitted: The statistics of the training split that checkpoints store, such as means, words or classes.
@@ -152,7 +148,7 @@ class Data:
         given = {"transforms": transforms, "train_transforms": train_transforms, "eval_transforms": eval_transforms}
         given |= {"batch_transforms": batch_transforms, "train_batch_transforms": train_batch_transforms}
         pinned = use_pinned_memory(pin_memory)
-        self.loading = Loading(
+        super().__init__(
             form=form_of(inputs, declared, keeps_doubles=keeps_doubles),
             collate_setting=collate,
             transform_settings=given,
@@ -183,49 +179,21 @@ class Data:
     def _decide(self, declared: DataSpec, sampler: MakeSampler | None, batch_sampler: MakeSampler | None) -> None:
         """Read the spec from the data, check the labels, and set the samplers."""
         self.spec = self._spec(declared)
-        self.loading.labels = replace(self.loading.labels, classes=self.spec.num_classes)
-        self.loading.check_labels()
-        batching = self.loading.batching
-        batching.choose(sampler, batch_sampler, inputs=self.names, num_classes=self.spec.num_classes)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages that have a split."""
-        return tuple(self.loading.parts)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of a sample's values before collation.
-
-        Names that the collate function adds, such as masks, are not included.
-        """
-        return self.loading.names
-
-    def part(self, stage: Stage) -> Any:
-        """Return the split of a stage. Raise RunError if the stage has no split."""
-        return self.loading.part(stage)
-
-    def loader(self, stage: Stage, *, rank: int = 0, world_size: int = 1) -> Loader:
-        """Return the loader of a stage for one rank.
-
-        Training is shuffled by (seed, epoch); other stages are read in order.
-
-        Raises:
-            RunError: The stage has no split.
-        """
-        return self.loading.loader(stage, rank=rank, world_size=world_size)
+        self.labels = replace(self.labels, classes=self.spec.num_classes)
+        self.check_labels()
+        self.batching.choose(sampler, batch_sampler, inputs=self.names, num_classes=self.spec.num_classes)
 
     def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
         """Return samples before standardization, by entry name; see Raw.in_own_units.
 
         The result is empty for splits that are not Raw, and if transforms change the samples.
         """
-        is_changed = not self.loading.is_indexed(stage) or self.transforms_batches(stage)
+        is_changed = not self.is_indexed(stage) or self.transforms_batches(stage)
         return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 
     def transforms_batches(self, stage: Stage) -> bool:
         """Return whether a stage has batch transforms, which run on the device."""
-        return bool(self.loading.transforms.of_batch(stage))
+        return bool(self.transforms.of_batch(stage))
 
     def transform_batch(self, batch: Batch, *, stage: Stage, rank: int, epoch: int, number: int) -> Batch:
         """Return a batch after the batch transforms of its stage. The generators are seeded for this batch.
@@ -243,7 +211,7 @@ class Data:
         """
         reseed_batch(seed=self.seed, stage=stage, rank=rank, epoch=epoch, batch=number)
         try:
-            return batch._replace(data=apply_transforms(batch.data, self.loading.transforms.of_batch(stage)))
+            return batch._replace(data=apply_transforms(batch.data, self.transforms.of_batch(stage)))
         except ExpError:
             raise
         except Exception as error:
@@ -264,7 +232,7 @@ class Data:
             UserCodeError: The user's code fails.
         """
         with preserve_generators():
-            read = self.loading.first_samples(stage, seconds=seconds)
+            read = self.read_first(stage, seconds=seconds)
             if read is None or not self.transforms_batches(stage):
                 return read
             count = next(len(tensor) for tensor in tensors_in(read))
@@ -272,13 +240,13 @@ class Data:
             return self.transform_batch(batch, stage=stage, rank=0, epoch=0, number=0).data
 
     def _spec(self, declared: DataSpec) -> DataSpec:
-        parts, form = self.loading.parts, self.loading.form
+        parts, form = self.parts, self.form
         stage, part = next(iter(parts.items()))
         if isinstance(part, IterableDataset) and declared.inputs and declared.num_outputs is not None:
             # A stream may be slow to open, and may be read only once.
             return declared
         with preserve_generators():
-            raw = self.loading.first_sample(stage)
+            raw = self.first_sample(stage)
         self.rounded, batch = form.rounded_entries(raw), form(raw)
         outputs = [number for part in parts.values() if (number := attribute(part, "num_outputs")) is not None]
         return read_spec(
@@ -316,3 +284,127 @@ def use_pinned_memory(wanted: bool | None) -> bool:
         fix = "null pins memory only with a CUDA device"
         raise data_error("pin_memory", got="true", expected="a machine with a CUDA device", fix=fix)
     return available if wanted is None else wanted
+
+
+def declared_spec(
+    inputs: Mapping[str, Mapping[str, object]] | None,
+    input_shape: Sequence[int] | None,
+    input_dtype: SampleDtype | None,
+    num_classes: int | None,
+    num_outputs: int | None,
+) -> DataSpec:
+    """Return the spec that the config declares."""
+    return DataSpec(
+        inputs=tensor_specs(inputs or {}),
+        input_shape=None if input_shape is None else tuple(input_shape),
+        input_dtype=input_dtype,
+        num_classes=num_classes,
+        num_outputs=num_outputs,
+    )
+
+
+def read_spec(
+    declared: DataSpec,
+    batch: object,
+    *,
+    names: Sequence[str] = (),
+    num_classes: int | None,
+    num_outputs: int | None = None,
+) -> DataSpec:
+    """Return the spec of the data. Values in the config are compared with the data.
+
+    Args:
+        declared: The spec of the config. Values that are None, and empty inputs, are read from the data.
+        batch: A batch of one sample, converted for the network.
+        names: The names in data.inputs. If they are empty, data.input_shape and input_dtype describe the single input.
+        num_classes: The number of classes that the data set states; None if it states none.
+        num_outputs: The number of outputs that the data set states; None if it states none.
+
+    Raises:
+        ConfigError: A value in the config differs from the data, or a required value is in neither.
+    """
+    values = inputs_in(batch)
+    shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
+    found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
+    target = target_in(batch)
+    if not names and declared.input_shape is not None and "input" not in found:
+        got = f"null, and samples with the entries {', '.join(found)}"
+        expected = "a shape and a dtype for each input of the network, or an entry named input"
+        raise data_error("inputs", got=got, expected=expected, fix="Read them from the data with data.input_shape=null")
+    _refuse_other_inputs(declared.inputs if names else {}, found)
+    only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
+    shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)
+    _refuse_unlike("input_shape", declared.input_shape, shape)
+    _refuse_unlike("input_dtype", declared.input_dtype, dtype)
+    _refuse_unlike("num_classes", declared.num_classes, num_classes)
+    classes = declared.num_classes if num_classes is None else num_classes
+    # data.num_outputs takes precedence over the data: a model of two classes may have one output.
+    outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
+    if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
+        outputs = target.shape[-1] if target.dim() > 1 else 1
+    # Without an entry named `target`, no error is raised: terms and metrics may select targets with other names.
+    if outputs is None and target is not None:
+        got = "null, and the data set does not state it"
+        raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
+    # Entries of other dtypes, and entries that are empty in the first sample, such as boxes, are not inputs of the
+    # network. Terms and hooks receive them.
+    fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
+    is_alone = list(found) == ["input"] or declared.input_shape is not None
+    return DataSpec(
+        inputs=declared.inputs or ({} if is_alone else fed),
+        input_shape=shape,
+        input_dtype=dtype,
+        num_classes=classes,
+        num_outputs=outputs,
+    )
+
+
+def attribute(part: object, name: str) -> int | None:
+    """Return a number that a data set, or the data set of a Subset, has as an attribute; None if there is no such
+    attribute.
+    """
+    number: int | None = getattr(part, name, None)
+    return attribute(part.dataset, name) if number is None and isinstance(part, Subset) else number
+
+
+def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequence[str]) -> int | None:
+    """Return the number of classes.
+
+    Sources in order: the splits' attribute `num_classes`, the config, targets in memory.
+
+    Args:
+        parts: The splits by stage.
+        declared: The spec of the config.
+        names: The names of the inputs.
+    """
+    if known := [classes for part in parts.values() if (classes := attribute(part, "num_classes")) is not None]:
+        return max(known)
+    if declared.num_classes is not None:
+        return declared.num_classes
+    found = [
+        classes_in(target_in(by_name(part.entries, names))) for part in parts.values() if isinstance(part, Tensors)
+    ]
+    return max((classes for classes in found if classes is not None), default=None)
+
+
+def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> None:
+    """Raise ConfigError if samples do not have an input of data.inputs, or if its shape or dtype differs."""
+    for name, one in declared.items():
+        if name not in found:
+            raise name_error(f"inputs.{name}", name, found, expected="an entry of the samples")
+        held = found[name]
+        fits = len(one.shape) == len(held.shape) and all(
+            size is None or size == other for size, other in zip(one.shape, held.shape, strict=True)
+        )
+        if not fits:
+            expected = f"{list(held.shape)}, the shape of the data, with null for a length that varies"
+            raise data_error(f"inputs.{name}.shape", got=str(list(one.shape)), expected=expected)
+        _refuse_unlike(f"inputs.{name}.dtype", one.dtype, held.dtype)
+
+
+def _refuse_unlike(key: str, declared: object, found: object) -> None:
+    """Raise ConfigError if the values of the config and of the data differ. None matches any value."""
+    if declared is not None and found is not None and declared != found:
+        shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
+        fix = f"Correct it, or read it from the data with data.{key}=null"
+        raise data_error(key, got=str(shown), expected=f"{held}, the value of the data", fix=fix)

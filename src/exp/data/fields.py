@@ -18,10 +18,9 @@ from torch import Tensor
 from exp.data.cells import number_in
 from exp.data.csv_source import MISSING_VALUES
 from exp.data.data_errors import SampleError, data_error, name_error, name_fix, refuse_unknown_columns, sample_error
-from exp.data.entries import TARGET
+from exp.data.entries import TARGET, ValueNames
 from exp.data.pictures import PictureForm
 from exp.data.source import NAMELESS, Task
-from exp.data.value_names import ValueNames
 from exp.spelling import among, did_you_mean, show
 
 # The columns of one input: a column, or several columns of numbers that form a row.

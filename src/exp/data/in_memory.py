@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from exp.data.entries import BatchForm
+from exp.data.entries import BatchForm, ValueNames, value_names
 from exp.data.labels import Labels
 from exp.data.loader import GlobalBatches, Loader, ShareSampler, find_epoch_aware, set_epochs
-from exp.data.value_names import ValueNames, value_names
 from exp.errors import UserCodeError
 from exp.nested import map_tensors, tensors_in
 from exp.shared_types import Batch, Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -35,9 +35,9 @@ from exp.shared_types import Stage
 SAMPLES = 64
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Loading:
-    """The splits, and the settings that make batches from their samples.
+    """Base class of Data: the splits, and the settings that make batches from their samples.
 
     Args:
         batching: The splits, and the settings that decide which samples form each global batch.
@@ -50,7 +50,8 @@ class Loading:
 
     Attributes:
         collate: The function that makes a batch from a list of samples.
-        names: The names of a sample's values before collation.
+        names: The names of a sample's values before collation. Names that the collate function adds, such as masks, are
+            not included.
         transforms: The transforms of samples and of batches.
     """
 
@@ -69,11 +70,16 @@ class Loading:
         self.transforms = StageTransforms.of_config(self.transform_settings, held=self.names, names=names)
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that have a split."""
+        return tuple(self.parts)
+
+    @property
     def parts(self) -> Mapping[Stage, AnyDataset]:
         """The splits by stage."""
         return self.batching.parts
 
-    def part(self, stage: Stage) -> AnyDataset:
+    def part(self, stage: Stage) -> Any:
         """Return the split of a stage. Raise RunError if the stage has no split."""
         if stage not in self.parts:
             raise RunError(
@@ -87,8 +93,14 @@ class Loading:
         is_plain = self.collate is default_collate and not self.transforms.of(stage)
         return is_plain and isinstance(self.parts[stage], Indexed)
 
-    def loader(self, stage: Stage, *, rank: int, world_size: int) -> Loader:
-        """Return the loader of one rank and one stage."""
+    def loader(self, stage: Stage, *, rank: int = 0, world_size: int = 1) -> Loader:
+        """Return the loader of a stage for one rank.
+
+        Training is shuffled by (seed, epoch); other stages are read in order.
+
+        Raises:
+            RunError: The stage has no split.
+        """
         dataset = self.part(stage)
         if isinstance(dataset, IterableDataset):
             stream = replace(self.stream(stage, dataset), rank=rank, world_size=world_size)
@@ -163,8 +175,8 @@ class Loading:
         read = apply_transforms(sample, self.transforms.of(stage))
         return self.collate([plain_tensors(read) if self.collate is default_collate else read])
 
-    def first_samples(self, stage: Stage, *, seconds: float) -> object:
-        """Return the first samples as a batch; see Data.first_samples."""
+    def read_first(self, stage: Stage, *, seconds: float) -> object:
+        """Return the first samples as a batch before batch transforms; see Data.first_samples."""
         part, size = self.part(stage), self.batching.batch_size
         if isinstance(part, IterableDataset):
             if not isinstance(part, Recorded):

@@ -11,13 +11,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from exp.data.data_errors import SampleError, data_error, require_sample
 from exp.data.dataset_files import find_files
+from exp.data.entries import ValueNames
 from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.pictures import Mode, PictureForm
 from exp.data.randomness import permutation, seed_for
 from exp.data.shard_files import CsvShard, JsonLines, NpzShard, ParquetShard, Record, ShardFile, TarShard
 from exp.data.source import Task
 from exp.data.splits import DEFAULT_SIZES
-from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.shared_types import STAGES, Stage
 

@@ -19,9 +19,8 @@ from torch.utils.data import Dataset
 from exp.data.cells import word_key
 from exp.data.data_errors import data_error, fitted_entry
 from exp.data.dataset_files import shipped_columns
-from exp.data.entries import TARGET
+from exp.data.entries import SCALES, TARGET, ValueNames
 from exp.data.in_memory import Entries, Fitted, Tensors
-from exp.data.value_names import SCALES, ValueNames
 from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]

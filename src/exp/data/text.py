@@ -15,11 +15,10 @@ from torch.utils.data import Dataset
 
 from exp.data.data_errors import data_error, fitted_entry
 from exp.data.dataset_files import find_files
-from exp.data.entries import TARGET
+from exp.data.entries import TARGET, ValueNames
 from exp.data.in_memory import Fitted, Gathered
 from exp.data.randomness import seed_for
 from exp.data.splits import contiguous_splits
-from exp.data.value_names import ValueNames
 from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"

@@ -17,12 +17,11 @@ from exp.data.column_source import open_source
 from exp.data.csv_source import Dialect
 from exp.data.data_errors import data_error, fitted_entry, refuse_unknown_columns
 from exp.data.dataset_files import data_file
-from exp.data.entries import TARGET
+from exp.data.entries import SCALES, TARGET, ValueNames
 from exp.data.in_memory import Fitted, Gathered
 from exp.data.source import NAMELESS, Days, Name, Source
 from exp.data.splits import contiguous_splits
 from exp.data.tables import moments
-from exp.data.value_names import SCALES, ValueNames
 from exp.shared_types import Stage
 
 FITTED = "windows"

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.profilers import Profiler
 
 from exp.data.data import Data
+from exp.data.entries import class_names
 from exp.data.loader import Loader
-from exp.data.value_names import class_names
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.progress import next_batch, refuse_late_validation
 from exp.errors import RunError

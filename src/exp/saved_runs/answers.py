@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from exp.data.value_names import fitted_classes, fitted_scales
+from exp.data.entries import fitted_classes, fitted_scales
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from exp.data.data import Data
-from exp.data.entries import inputs_in
+from exp.data.entries import inputs_in, value_names
 from exp.data.randomness import preserve_generators
-from exp.data.value_names import value_names
 from exp.errors import COMMAND_LINE, RunError, config_error
 from exp.extras.export.graph_capture import capture, dimensions_of
 from exp.extras.export.named_network import NamedNetwork, named_network

@@ -7,8 +7,8 @@ import unicodedata
 
 import torch
 
+from exp.data.entries import ValueNames
 from exp.data.in_memory import Tensors
-from exp.data.value_names import ValueNames
 
 SCRIPTS = ("ARABIC", "CYRILLIC", "ETHIOPIC", "GREEK", "HANGUL", "MONGOLIAN", "VAI", "YI")
 # A character is numbered by its index. 0 pads names on the left.

@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 
 from exp.data.data_errors import SampleError, data_error, fitted_entry, name_fix, require_extra
 from exp.data.dataset_files import data_folder
+from exp.data.entries import ValueNames
 from exp.data.fields import Fields, Inputs, Names, NumberDtype
 from exp.data.in_memory import Fitted
 from exp.data.pictures import Mode, PictureForm
 from exp.data.shard_files import arrow_value
 from exp.data.source import Task
 from exp.data.splits import PART_NAMES, random_splits
-from exp.data.value_names import ValueNames
 from exp.errors import ConfigError
 from exp.shared_types import STAGES, Stage
 

@@ -112,7 +112,7 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
         ExpError: A sample cannot be read, or a label is not a class.
     """
     hashed = partial(input_hash, inputs=tuple(data.spec.inputs), targets=tuple(targets), values=len(data.names))
-    loader = _ordered_loader(data.loading, stage, count=count, hashed=hashed)
+    loader = _ordered_loader(data, stage, count=count, hashed=hashed)
     seen = 0
     for batch in loader:
         assert isinstance(batch.data, Read)

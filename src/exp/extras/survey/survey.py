@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from exp.data.data import Data
+from exp.data.entries import ValueNames, value_names
 from exp.data.in_memory import samples_in
 from exp.data.labels import is_whole
 from exp.data.loader import batch_count
 from exp.data.randomness import preserve_generators
 from exp.data.streams import declared_length
-from exp.data.value_names import ValueNames, value_names
 from exp.extras.survey.read_once import entries_of, read_once
 from exp.extras.survey.tallies import Numbers, combine, moments, statistics
 from exp.shared_types import Stage, dtype_name

@@ -163,7 +163,7 @@ measure(batches(), lambda batch: len(batch[0]), peak=own, imported=imported)
 """
 TOKENS_EXP = """
 from exp.data.data import Data
-from exp.data.token_file import TokenFile
+from exp.extras.tokenizers.token_file import TokenFile
 imported = own()
 made = TokenFile(path=PLACE, vocabulary_size=50257, block_size=1024)
 data = Data(dataset=made, batch_size=16, parts={"train": 0.9, "val": 0.05, "test": 0.05})

@@ -70,6 +70,8 @@ MOVED: Mapping[str, str] = {
     "exp.functions.elementary": f"{GALLERY}.custom_functions",
     "exp.data.hf": "exp.extras.hf.hf",
     "exp.data.parquet.Parquet": "exp.data.delimited.Csv",
+    "exp.data.token_file": "exp.extras.tokenizers.token_file",
+    "exp.data.tokens": "exp.extras.tokenizers.tokens",
     "exp.engine.range_test": "exp.extras.finders.range_test",
     "exp.engine.size_trial": "exp.extras.finders.size_trial",
     "exp.loggers.mlflow_store": "exp.extras.mlflow.mlflow_store",

@@ -19,7 +19,7 @@ from exp.data.data_errors import data_error, require_extra
 from exp.data.dataset_files import data_file
 from exp.data.splits import contiguous_splits
 from exp.data.text import Decoder, TextBlocks
-from exp.data.tokens import TokenVocabulary, read_tokenizer
+from exp.extras.tokenizers.tokens import TokenVocabulary, read_tokenizer
 from exp.shared_types import Stage
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]

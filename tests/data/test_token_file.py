@@ -10,9 +10,9 @@ import torch
 import exp
 from exp.data.data import Data
 from exp.data.data_errors import SampleError
+from exp.errors import ConfigError
 from exp.extras.tokenizers.token_file import TokenFile
 from exp.extras.tokenizers.tokens import Tokens
-from exp.errors import ConfigError
 
 PARTS = {"train": 0.8, "val": 0.1, "test": 0.1}
 

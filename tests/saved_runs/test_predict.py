@@ -152,14 +152,13 @@ def test_pictures_in_a_folder_single_or_in_a_table(trained, tmp_path):
     assert len(answers("pets/dark/00.png")) == 1
 
 
-def test_arrays_in_each_format(digits, write_csv):
+def test_arrays_in_each_format(digits):
     inputs, _ = digits.data.part("test").gather(torch.arange(20))
     expected = outputs_of(digits, inputs)
     np.savez("digits.npz", input=inputs.numpy())
     np.save("digits.npy", inputs.numpy())
-    write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(inputs.flatten(1).numpy().T)})
     Path("digits.jsonl").write_text("\n".join(json.dumps({"input": one.tolist()}) for one in inputs))
-    files = ("digits.npz", "digits.npy", "digits.csv", "digits.jsonl")
+    files = ("digits.npz", "digits.npy", "digits.jsonl")
     for given in (*files, inputs, inputs.numpy(), {"input": inputs}):
         found = digits.predict(given)
         assert np.allclose(found.outputs["output"], expected, rtol=1e-4, atol=1e-5)
@@ -239,17 +238,15 @@ def test_a_file_that_does_not_fit_is_refused(name, content, message, pets_run, c
     assert not Path("answers.csv").exists()
 
 
-def test_arrays_that_do_not_fit_are_refused(digits, write_csv):
+def test_arrays_that_do_not_fit_are_refused(digits):
     large = np.zeros((2, 1, 8, 8))
     large[1, 0, 2, 3] = 1e300
-    write_csv("digits.csv", {f"p{number}": column for number, column in enumerate(large.reshape(2, 64).T)})
     for given, message in (
         (np.zeros((3, 5)), r"\[3, 5\]; expected \[N, \*\[1, 8, 8\]\]"),
         (np.full((2, 1, 8, 8), math.nan), "nan in sample 0, .* of input"),
         ({"image": np.zeros((2, 1, 8, 8)), "other": np.zeros(2)}, "no input"),
         (np.zeros((0, 1, 8, 8)), "without a sample"),
         (large, r"input: 1e\+300 in sample 1, entry \[0, 2, 3\] of input"),
-        ("digits.csv", r"1e\+300 in sample 1, entry \[0, 2, 3\] of input"),
     ):
         with pytest.raises(ConfigError, match=message):
             digits.predict(given)
@@ -316,17 +313,8 @@ def test_series_and_records_that_overflow_are_refused(tmp_path):
             records[1]
 
 
-def test_a_csv_needs_the_header_of_training(digits, trained, pets, write_csv):
+def test_a_csv_needs_the_header_of_training(trained, pets, write_csv):
     """A first line of numbers is a header only if these are the names of training, or training had none."""
-    rows = np.arange(3 * 64).reshape(3, 64) / 200
-    body = "\n".join(",".join(map(str, row)) for row in rows)
-    for names in (range(64), [f"p{number}" for number in range(64)]):
-        Path("named.csv").write_text(",".join(map(str, names)) + "\n" + body)
-        assert np.array_equal(digits.predict("named.csv").outputs["output"], digits.predict(rows).outputs["output"])
-    Path("bare.csv").write_text(body)
-    with pytest.raises(ConfigError, match=r"whose first line holds numbers; expected a header"):
-        digits.predict("bare.csv")
-
     table = pets(120, seed=0)
     write_csv("pets.csv", {"2020": table["height"], "2021": table["weight"], "kind": table["kind"]})
     data = ("data=csv", "data.dataset.path=pets.csv")

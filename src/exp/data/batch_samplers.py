@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset
 from exp.data.loader import batch_count
-from exp.data.sample_values import attribute_values, entry_of, sample_numbers, values_of
+from exp.data.sample_values import attribute_values, entry_of, values_of
 
 KEY = "batch_sampler"
 # The attribute of a data set that has the lengths of all its samples.
@@ -35,13 +35,12 @@ class LengthBuckets(Sampler[list[int]]):
         shuffle: Whether to shuffle the samples in each bucket, and the batches. exp passes True for training.
         drop_last: Whether to drop the short last batch of each bucket. exp passes True only for training.
         buckets: The number of buckets, which have about the same number of samples.
-        lengths: The length of each sample of the split or of the whole data.dataset. None reads the data set's
-            attribute `lengths`; without this attribute, every sample is read once.
-        entry: The name of the value of a sample that has the length.
+        entry: The name of the value of a sample that has the length. It is used if the data set has no attribute
+            `lengths`; every sample is then read once.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: The number of lengths is wrong, or the entry has no length.
+        ConfigError: The entry does not exist or has no length.
     """
 
     def __init__(
@@ -52,12 +51,11 @@ class LengthBuckets(Sampler[list[int]]):
         shuffle: bool,
         drop_last: bool = False,
         buckets: Annotated[int, Ge(1)] = 8,
-        lengths: Sequence[Annotated[int, Ge(0)]] | None = None,
         entry: str = "input",
         inputs: Sequence[str] = (),
     ) -> None:
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
-        found = lengths_of(data_source, lengths, entry=entry, inputs=inputs)
+        found = lengths_of(data_source, entry=entry, inputs=inputs)
         self.buckets = [piece for piece in found.argsort(stable=True).tensor_split(buckets) if len(piece)]
 
     def __len__(self) -> int:
@@ -83,12 +81,11 @@ class TokenBatches(Sampler[list[int]]):
         tokens: The maximum number of tokens in a global batch, over all ranks.
         shuffle: Whether to shuffle. exp passes True for training.
         max_samples: The maximum number of samples in a batch; None for no limit.
-        lengths: The length of each sample; see LengthBuckets.
-        entry: The name of the value of a sample that has the length.
+        entry: See LengthBuckets.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: A sample has more than `tokens` tokens, or the lengths are invalid.
+        ConfigError: A sample has more than `tokens` tokens, or the entry has no length.
     """
 
     def __init__(
@@ -98,12 +95,11 @@ class TokenBatches(Sampler[list[int]]):
         tokens: Annotated[int, Ge(1)],
         shuffle: bool,
         max_samples: Annotated[int, Ge(1)] | None = None,
-        lengths: Sequence[Annotated[int, Ge(0)]] | None = None,
         entry: str = "input",
         inputs: Sequence[str] = (),
     ) -> None:
         self.shuffle = shuffle
-        self.lengths = lengths_of(data_source, lengths, entry=entry, inputs=inputs)
+        self.lengths = lengths_of(data_source, entry=entry, inputs=inputs)
         longest = int(self.lengths.max())
         if longest > tokens:
             got = f"{tokens}, and sample {int(self.lengths.argmax())} of the split has a length of {longest}"
@@ -133,20 +129,17 @@ def shuffle_batches(batches: Sequence[list[int]]) -> list[list[int]]:
     return [batches[index] for index in torch.randperm(len(batches)).tolist()]
 
 
-def lengths_of(part: AnyDataset, given: Sequence[int] | None, *, entry: str, inputs: Sequence[str]) -> Tensor:
+def lengths_of(part: AnyDataset, *, entry: str, inputs: Sequence[str]) -> Tensor:
     """Return the length of each sample along its first axis, int64 `[N]`.
 
     Args:
         part: The split.
-        given: The lengths from the config; None to read them from the data.
         entry: The name of the value of a sample that has the length.
         inputs: The names of a sample's values.
 
     Raises:
-        ConfigError: The number of lengths is wrong, or the entry has no length.
+        ConfigError: The entry does not exist or has no length.
     """
-    if given is not None:
-        return sample_numbers(part, given, key=f"{KEY}.lengths", inputs=inputs).long()
     if (found := attribute_values(part, LENGTHS)) is not None:
         return found.long()
     # If data.inputs has no name `input`, the first input replaces the default entry.

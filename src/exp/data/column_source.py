@@ -114,7 +114,7 @@ def read_columns(file: Path) -> dict[str, Values]:
     elif file.suffix == ".parquet":
         columns = arrow_columns(read_parquet(file))
     else:
-        raise data_error("dataset.path", got=str(file), expected=f"a file in {', '.join(('.csv', *TYPED))}")
+        raise data_error("dataset.path", got=str(file), expected=f"a file in {', '.join(TYPED)}")
     is_one = {name: isinstance(values, np.ndarray) and not values.ndim for name, values in columns.items()}
     lengths = {name: None if is_one[name] else len(values) for name, values in columns.items()}
     require_sample(min((length or 0 for length in lengths.values()), default=0), file)

@@ -108,46 +108,34 @@ class BalancedSampler(WeightedSampler):
 
 
 class SubsetSampler(Sampler[int]):
-    """Reads a subset of the training split, each sample once per epoch.
+    """Reads a random subset of the training split, each sample once per epoch.
 
     Args:
         data_source: The training split.
-        indices: The indices of the samples in the training split. Set either `indices` or `size`.
-        size: The size of a random subset: a fraction, or a whole number of samples.
+        size: The size of the random subset: a fraction, or a whole number of samples.
         subset_seed: The seed that chooses the subset. It is independent of the run's seed, so that all runs of a sweep
             over seeds use the same subset.
         shuffle: Whether to shuffle the samples in each epoch.
 
     Raises:
-        ConfigError: An index is outside the training split or occurs twice, or the subset is empty.
+        ConfigError: The subset is empty, or larger than the training split.
     """
 
     def __init__(
         self,
         data_source: Any,
         *,
-        indices: Sequence[Annotated[int, Ge(0)]] | None = None,
-        size: Annotated[float, Gt(0)] | None = None,
+        size: Annotated[float, Gt(0)],
         subset_seed: int = 0,
         shuffle: bool = True,
     ) -> None:
         count = samples_in(data_source)
-        if (indices is None) == (size is None):
-            got = "indices and size" if indices is not None else "neither indices nor size"
-            raise data_error(KEY, got=got, expected="one of the two")
-        if size is not None:
-            is_fraction = isinstance(size, float) and size <= 1
-            number = 0 if not is_share(size) else round(size * count) if is_fraction else int(size)
-            if not 1 <= number <= count:
-                expected = f"a fraction from 0 to 1, or a whole number from 1 to {count}"
-                raise data_error(f"{KEY}.size", got=f"{size:g} of {count} samples", expected=expected)
-            self.indices = random_splits({"train": number}, length=count, seed=subset_seed)["train"]
-        else:
-            self.indices = torch.tensor(list(indices or ()), dtype=torch.int64)
-            wrong = [index for index in self.indices.tolist() if not 0 <= index < count]
-            if not len(self.indices) or wrong or len(self.indices.unique()) < len(self.indices):
-                got = f"the sample {wrong[0]}" if wrong else "no sample, or a sample twice"
-                raise data_error(f"{KEY}.indices", got=got, expected=f"numbers from 0 to {count - 1}, each once")
+        is_fraction = isinstance(size, float) and size <= 1
+        number = 0 if not is_share(size) else round(size * count) if is_fraction else int(size)
+        if not 1 <= number <= count:
+            expected = f"a fraction from 0 to 1, or a whole number from 1 to {count}"
+            raise data_error(f"{KEY}.size", got=f"{size:g} of {count} samples", expected=expected)
+        self.indices = random_splits({"train": number}, length=count, seed=subset_seed)["train"]
         self.shuffle = shuffle
 
     def __len__(self) -> int:

@@ -112,7 +112,6 @@ def split_by_rules(
         return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
     counts = lengths(sizes, samples_in(dataset))
     samples = _Samples.of(dataset, rules, seed=seed_for(seed, "parts") % 2**32)
-    samples.refuse_few(rules, parts=len(counts) if rules.folds is None else rules.folds + ("test" in counts))
     rest = np.arange(samples_in(dataset))
     found: dict[Stage, np.ndarray] = {}
     try:
@@ -179,17 +178,6 @@ class _Samples:
         classes = np.zeros(len(indices)) if self.classes is None else self.classes[indices]
         pairs = splitter.split(indices, classes, None if self.groups is None else self.groups[indices])
         return [indices[part] for _, part in pairs]
-
-    def refuse_few(self, rules: SplitRules, *, parts: int) -> None:
-        """Raise ConfigError if there are fewer groups, or fewer samples of a class, than splits or folds."""
-        for key, values in (("group", self.groups), ("stratify", self.classes)):
-            if values is None:
-                continue
-            names, counts = np.unique(values, return_counts=True)
-            few, what = (len(names), "values") if key == "group" else (min(counts), "samples of a class")
-            if few < parts:
-                expected = f"{parts} at least, one for each split or fold"
-                raise data_error(f"split.{key}", got=f"{few} {what} for {getattr(rules, key)}", expected=expected)
 
 
 def _classes(dataset: AnyDataset) -> Sequence[object]:

@@ -6,7 +6,6 @@ attribute, UnlabelledArrays reads the files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +37,7 @@ from exp.data.pictures import OPTIONS as PICTURE
 from exp.data.pictures import UNREADABLE, PictureForm, unreadable_picture
 from exp.data.shard_files import Record
 from exp.data.shards import open_shard
-from exp.data.source import Name, Source, Values
+from exp.data.source import Name, Source
 from exp.data.tables import FITTED, Encoding, Impute, Statistics, Table
 from exp.data.windows import FITTED as WINDOWS
 from exp.data.windows import series_of
@@ -277,8 +276,7 @@ class UnlabelledArrays(Tensors):
     Floating numbers and bytes become float32, or the dtype of the network's input. Other integers become int64.
 
     Args:
-        path: An .npz or .npy file of arrays, a .jsonl file of lists by input name, or a .csv file. The columns of a
-            .csv file are the values of a single input.
+        path: An .npz or .npy file of arrays, or a .jsonl file of lists by input name.
         options: Values of OPTIONS. `inputs` has the inputs of the network, as in
             {input: {shape: [1, 8, 8], dtype: float32}}. `is_final` states whether samples already have the shape of the
             network's input, because there are no transforms. `scale` multiplies floating inputs and bytes.
@@ -293,12 +291,8 @@ class UnlabelledArrays(Tensors):
         given = {"is_final": True, "scale": 1.0, **options}
         file, specs, is_final, scale = Path(path), tensor_specs(given["inputs"]), given["is_final"], given["scale"]
         only = next(iter(specs)) if len(specs) == 1 else None
-        columns: dict[str, Values]
-        if only and file.suffix == ".csv":
-            columns = {only: _rows(open_source(file), shape=specs[only].shape)}
-        else:
-            columns = read_columns(file)
-            columns = {only: next(iter(columns.values()))} if only and len(columns) == 1 else columns
+        columns = read_columns(file)
+        columns = {only: next(iter(columns.values()))} if only and len(columns) == 1 else columns
         if missing := [name for name in specs if name not in columns]:
             got = f"{path} with {', '.join(columns)}, and no {', '.join(missing)}"
             expected = f"an array [N, ...] for each input of the network: {', '.join(specs)}"
@@ -338,16 +332,6 @@ def pictures_at(place: Path, options: Options) -> list[Path]:
     return found
 
 
-def _rows(source: Source, *, shape: Sequence[int | None]) -> np.ndarray:
-    """Return the columns of a file as float64 `[N, F]`, the flattened values of an input of a shape."""
-    size = math.prod(length for length in shape if length is not None)
-    _require_header(source.file, source.names)
-    if len(source.names) != size:
-        expected = f"{size} columns of numbers, the values of an input {list(shape)} in order"
-        raise data_error("dataset.path", got=f"{source.file} with {len(source.names)} columns", expected=expected)
-    return series_of(source, source.names)
-
-
 def _require_header(file: Path, names: Sequence[str]) -> None:
     """Raise ConfigError if a .csv file has no header, because its first sample would be read as column names."""
     are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
@@ -366,8 +350,12 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
         raise data_error("dataset.path", got=f"{named}, which is not an array of numbers", expected="numbers [N, ...]")
     is_scaled = array.dtype.kind == "f" or array.dtype == np.uint8
     dtype = getattr(torch, spec.dtype) if is_final else torch.float32 if is_scaled else torch.int64
-    if is_final:
-        array = _reshape(array, tuple(spec.shape), named=named)
+    shape = list(spec.shape)
+    fits = array.ndim == len(shape) + 1 and all(
+        size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
+    )
+    if is_final and not fits:
+        raise data_error("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{shape}]")
     given = torch.from_numpy(np.array(array.astype(np.int64) if array.dtype.kind == "u" else array, order="C"))
     tensor = given.to(dtype)
     tensor = tensor * scale if is_scaled and scale != 1.0 else tensor
@@ -380,16 +368,3 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
         expected = HELD if dtype == torch.float32 else f"a number that {spec.dtype} can represent"
         raise data_error("dataset.path", got=got, expected=expected)
     return tensor
-
-
-def _reshape(array: np.ndarray, shape: tuple[int | None, ...], *, named: str) -> np.ndarray:
-    """Return samples in the given shape. Flat rows with the right number of values are reshaped."""
-    known = [size for size in shape if size is not None]
-    if len(known) == len(shape) and array.ndim == 2 and array.shape[1:] != shape and array.shape[1] == math.prod(known):
-        return array.reshape(len(array), *known)
-    fits = len(array.shape[1:]) == len(shape) and all(
-        size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
-    )
-    if not fits:
-        raise data_error("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{list(shape)}]")
-    return array

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exp.data.data import Data
-from exp.data.loader import GlobalBatches, ShareSampler
-from exp.data.orders import LISTED, Permuted, shuffle_order
+from exp.data.loader import LISTED, GlobalBatches, Permuted, ShareSampler, shuffle_order
 from exp.data.randomness import (
     initialisation,
     permutation,

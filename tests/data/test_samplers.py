@@ -185,7 +185,6 @@ BATCHES = {
     "buckets": LengthBuckets,
     "small": functools.partial(LengthBuckets, buckets=3, batch_size=4),
     "tokens": functools.partial(TokenBatches, tokens=40),
-    "few samples": functools.partial(TokenBatches, tokens=40, max_samples=3),
 }
 
 

@@ -98,7 +98,7 @@ class Removed(NamedTuple):
 # Removed parameters, by the names of their classes in this version.
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None]), "lengths": Removed([None])},
-    "exp.data.batch_samplers.TokenBatches": {"lengths": Removed([None])},
+    "exp.data.batch_samplers.TokenBatches": {"lengths": Removed([None]), "max_samples": Removed([None])},
     "exp.data.collate.Pad": {"length": Removed([None])},
     # Without blocks the window had no effect.
     "exp.data.data.Data": {
@@ -109,7 +109,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.delimited.Csv": {"packed": Removed()},
     "exp.data.images.Images": {"background": Removed(["white"])},
     "exp.data.samplers.BalancedSampler": {"replacement": Removed([True])},
-    "exp.data.samplers.SubsetSampler": {"indices": Removed([None])},
+    "exp.data.samplers.SubsetSampler": {"indices": Removed([None]), "shuffle": Removed([True])},
     "exp.data.samplers.WeightedSampler": {"replacement": Removed([True])},
     "exp.data.shards.Shards": {
         "background": Removed(["white"]),

@@ -80,7 +80,6 @@ class TokenBatches(Sampler[list[int]]):
         data_source: The split to sample from.
         tokens: The maximum number of tokens in a global batch, over all ranks.
         shuffle: Whether to shuffle. exp passes True for training.
-        max_samples: The maximum number of samples in a batch; None for no limit.
         entry: See LengthBuckets.
         inputs: The names of a sample's values.
 
@@ -94,7 +93,6 @@ class TokenBatches(Sampler[list[int]]):
         *,
         tokens: Annotated[int, Ge(1)],
         shuffle: bool,
-        max_samples: Annotated[int, Ge(1)] | None = None,
         entry: str = "input",
         inputs: Sequence[str] = (),
     ) -> None:
@@ -108,7 +106,7 @@ class TokenBatches(Sampler[list[int]]):
         count = 0
         # The lengths are sorted, so the current sample is the longest of its batch.
         for length in self.lengths.sort().values.tolist():
-            if count and ((count + 1) * length > tokens or count == max_samples):
+            if count and (count + 1) * length > tokens:
                 self.sizes.append(count)
                 count = 0
             count += 1

@@ -19,8 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from exp.data.data_errors import data_error
 from exp.data.in_memory import AnyDataset, samples_in
-from exp.data.loader import EpochBatches, Epochs, GlobalBatches
-from exp.data.orders import Listed, Order
+from exp.data.loader import EpochBatches, Epochs, GlobalBatches, Listed, Order
 from exp.data.randomness import preserve_generators, reseed_sampler
 from exp.errors import (
     LIBRARIES,

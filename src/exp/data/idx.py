@@ -81,8 +81,7 @@ def read_idx(file: Path) -> np.ndarray:
 
 
 def _file(folder: Path, name: str) -> Path:
-    # Some published copies have a dot instead of the last dash: train-images.idx3-ubyte.
-    names = [f"{name}-ubyte", f"{name}-ubyte.gz", f"{name.replace('-idx', '.idx')}-ubyte"]
+    names = [f"{name}-ubyte", f"{name}-ubyte.gz"]
     for one in names:
         if (folder / one).is_file():
             return folder / one

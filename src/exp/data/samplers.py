@@ -115,7 +115,6 @@ class SubsetSampler(Sampler[int]):
         size: The size of the random subset: a fraction, or a whole number of samples.
         subset_seed: The seed that chooses the subset. It is independent of the run's seed, so that all runs of a sweep
             over seeds use the same subset.
-        shuffle: Whether to shuffle the samples in each epoch.
 
     Raises:
         ConfigError: The subset is empty, or larger than the training split.
@@ -127,7 +126,6 @@ class SubsetSampler(Sampler[int]):
         *,
         size: Annotated[float, Gt(0)],
         subset_seed: int = 0,
-        shuffle: bool = True,
     ) -> None:
         count = samples_in(data_source)
         is_fraction = isinstance(size, float) and size <= 1
@@ -136,14 +134,12 @@ class SubsetSampler(Sampler[int]):
             expected = f"a fraction from 0 to 1, or a whole number from 1 to {count}"
             raise data_error(f"{KEY}.size", got=f"{size:g} of {count} samples", expected=expected)
         self.indices = random_splits({"train": number}, length=count, seed=subset_seed)["train"]
-        self.shuffle = shuffle
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(len(self.indices)) if self.shuffle else torch.arange(len(self.indices))
-        yield from self.indices[order].tolist()
+        yield from self.indices[torch.randperm(len(self.indices))].tolist()
 
 
 def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:

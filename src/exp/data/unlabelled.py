@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -31,10 +30,10 @@ from exp.data.data_errors import (
 )
 from exp.data.delimited import date_forms
 from exp.data.fields import Fields, as_tuple
-from exp.data.images import ENDINGS, LOOKED_AT, pictures_below
+from exp.data.images import ENDINGS, pictures_below
 from exp.data.in_memory import Fitted, Tensors
 from exp.data.pictures import OPTIONS as PICTURE
-from exp.data.pictures import UNREADABLE, PictureForm, unreadable_picture
+from exp.data.pictures import PictureForm
 from exp.data.shard_files import Record
 from exp.data.shards import open_shard
 from exp.data.source import Name, Source
@@ -197,7 +196,7 @@ class UnlabelledImages(Dataset[Tensor]):
         options: Values for the parameters of Images that OPTIONS lists.
 
     Raises:
-        ConfigError: There is no picture, or one of the checked pictures cannot be opened.
+        ConfigError: There is no picture.
     """
 
     OPTIONS = ("picture", *PICTURE)
@@ -205,12 +204,6 @@ class UnlabelledImages(Dataset[Tensor]):
     def __init__(self, *, path: str, options: Options = NONE) -> None:
         self.form = PictureForm.of(options)
         self.files = pictures_at(Path(path), options)
-        for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
-            try:
-                with Image.open(file):
-                    pass
-            except UNREADABLE as error:
-                raise ConfigError([unreadable_picture(str(file), error)]) from error
 
     def __len__(self) -> int:
         return len(self.files)

@@ -37,9 +37,7 @@ import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from exp.lighter_imports import install as _install_lighter_imports  # noqa: E402
-from exp.name_clash import refuse_a_second_exp as _refuse_a_second_exp  # noqa: E402
 
-_refuse_a_second_exp(os.path.dirname(os.path.dirname(__file__)))
 _install_lighter_imports()
 
 if TYPE_CHECKING:

@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     Checkpoint,
-    DeviceStatsMonitor,
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
     RichModelSummary,
     RichProgressBar,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
 )
 from torch import nn
 
@@ -72,17 +67,12 @@ if TYPE_CHECKING:
 # If a run has only callbacks of these classes, the scored weights need no copy. The callbacks do not change the
 # weights, or save an average of the weights.
 LEAVING_WEIGHTS = (
-    DeviceStatsMonitor,
     EarlyStopping,
     ExponentialMovingAverage,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
 )
 
 

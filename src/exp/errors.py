@@ -15,10 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from exp.name_clash import refuse_a_foreign_init
 from exp.spelling import among, did_you_mean, show
-
-refuse_a_foreign_init()
 
 INTERRUPTED_BY_KEY = 130
 # The source of an error on the command line.
@@ -198,8 +195,7 @@ def constructor_error(
         rejected = others or _find_named(message, names)
         if rejected is not None:
             value = f"{show(make.keywords[rejected])}, and {got}"
-            fix = _divisor_fix(make, rejected) if "divisible" in message else None
-            return ErrorDetails(f"{key}.{rejected}", value, "a value that it accepts", fix)
+            return ErrorDetails(f"{key}.{rejected}", value, "a value that it accepts")
     return ErrorDetails(key, got, "values that it accepts")
 
 
@@ -207,25 +203,6 @@ def shorten(message: str, *, most: int = 400) -> str:
     """Return a message as one line of at most `most` characters."""
     line = " ".join(message.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def _divisor_fix(make: Call, name: str) -> str | None:
-    """Return a fix with the nearest integer that a call accepts; None if no integer is accepted.
-
-    Args:
-        make: Call that fails because the value of a parameter does not divide another number.
-        name: Name of the parameter.
-    """
-    value = make.keywords[name]
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    for other in sorted(range(max(1, value - 16), value + 17), key=lambda one: (abs(one - value), one)):
-        try:
-            make.func(*make.args, **{**make.keywords, name: other})
-        except REFUSALS:
-            continue
-        return f"Write {name}: {other}"
-    return None
 
 
 def find_rejected_parameter(

@@ -13,12 +13,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Protocol, TextIO, TypeVar, cast
 
 from exp.errors import INTERRUPTED_BY_KEY, ExpError, describe_exception
-from exp.lighter_imports import pause_garbage_collection
 from exp.redaction import has_revealed, redact
 
 log = logging.getLogger(__name__)
@@ -117,56 +116,17 @@ class SafeStream:
 
     def _lose(self, error: OSError) -> None:
         self.lost = error
-        self._discard()
+        discard_output(self._stream)
         warn_not_written(self.name, error)
 
-    def _discard(self) -> None:
-        """Redirect the stream's file descriptor to /dev/null.
 
-        This discards the stream's buffer, output of C code, and the flush at Python's exit.
-        """
-        with suppress(io.UnsupportedOperation):  # a notebook's stream has no descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(nowhere, self._stream.fileno())
-            finally:
-                os.close(nowhere)
+def discard_output(stream: TextIO) -> None:
+    """Redirect a stream's file descriptor to /dev/null.
 
-
-class OutputError(OSError):
-    """Raised if the standard output of a command cannot be written."""
-
-
-class _CheckedStream(SafeStream):
-    """A wrapper of a text stream that raises an error at the first failed write. Later output is discarded.
-
-    The error is BrokenPipeError for a closed pipe, else OutputError.
+    This discards the stream's buffer, output of C code, and the flush at Python's exit.
     """
-
-    def _lose(self, error: OSError) -> None:
-        self.lost = error
-        if isinstance(error, BrokenPipeError):
-            raise error
-        self._discard()
-        raise OutputError(error.errno, error.strerror) from error
-
-
-@contextmanager
-def _checked_output() -> Iterator[None]:
-    """Raise OutputError in the context if standard output cannot be written. At the end, flush it."""
-    before = sys.stdout
-    if before is None:  # closed by the parent process (`>&-`)
-        yield
-        return
-    sys.stdout = cast(TextIO, _CheckedStream(before, "standard output"))
-    try:
-        yield
-        sys.stdout.flush()
-    except SystemExit:  # --help, --version
-        sys.stdout.flush()
-        raise
-    finally:
-        sys.stdout = before
+    with suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:  # a notebook's stream has no descriptor
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def exit_status(
@@ -185,11 +145,11 @@ def exit_status(
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # a crash in the user's code prints its stack
     try:
-        with _checked_output():
+        try:
             return command()
-    except OutputError as error:
-        print(f"standard output: {error.strerror}. Free space, or redirect it", file=sys.stderr)
-        return 1
+        finally:
+            if cast("TextIO | None", sys.stdout) is not None:  # None: closed by the parent process (`>&-`)
+                sys.stdout.flush()
     except ExpError as error:
         print(redact(str(error)), file=sys.stderr)
         return error.exit_status if error_status is None else error_status
@@ -198,11 +158,14 @@ def exit_status(
         return INTERRUPTED_BY_KEY
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
-    except BrokenPipeError:
-        # The reader has closed the pipe, as in `--cfg job | head`. Without the redirection, Python reports it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception:
+    except Exception as error:
+        # The reader may close the pipe, as in `--cfg job | head`.
+        is_pipe = isinstance(error, BrokenPipeError)
+        if is_pipe or (isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None):
+            discard_output(sys.stdout)
+            if not is_pipe:
+                print(f"standard output: {error.strerror}. Free space, or redirect it", file=sys.stderr)
+            return 0 if is_pipe else 1
         if not has_revealed():
             raise
         # The traceback is printed as by Python, with secrets replaced.
@@ -260,36 +223,6 @@ def survive_output_errors() -> Iterator[None]:
             yield
         finally:
             sys.stdout, sys.stderr = before
-
-
-@contextmanager
-def show_transient_line(words: str) -> Iterator[None]:
-    """Show a line of text on standard error during the context, if standard error is a terminal."""
-    stream = cast("TextIO | None", sys.stderr)
-    if stream is None or not stream.isatty():
-        yield
-        return
-    stream.write(f"{words}\r")
-    stream.flush()
-    try:
-        yield
-    finally:
-        stream.write(f"{' ' * len(words)}\r")
-        stream.flush()
-
-
-@contextmanager
-def announce_torch_import() -> Iterator[None]:
-    """Show "loading torch" during the context, and disable garbage collection while torch and Lightning are imported.
-
-    If Lightning is imported already, the context has no effect.
-    """
-    if "lightning" in sys.modules:
-        yield
-        return
-    line = nullcontext() if "torch" in sys.modules else show_transient_line("loading torch")
-    with line, pause_garbage_collection():
-        yield
 
 
 def _make_safe(stream: TextIO, name: str) -> TextIO:

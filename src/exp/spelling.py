@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
-import operator
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-NUMBER = re.compile(
-    r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?) ?(?P<sign>[kKmMbBgG%f]|\*\*|\^|/|\*)(?P<other>[+-]?\d+\.?\d*)?"
-)
-SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01, "f": 1.0}
-OPERATIONS: Mapping[str, Callable[[float, float], float]] = {
-    "**": operator.pow, "^": operator.pow, "/": operator.truediv, "*": operator.mul,
-}  # fmt: skip
 # The smallest likeness of a proposal. Less similar names would mislead: "seed" is no proposal for "lr".
 LIKENESS = 0.6
 
@@ -77,22 +67,6 @@ def show(value: object) -> str:
         return "true" if value else "false"
     shown = f"[{', '.join(map(show, value))}]" if isinstance(value, list) else repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def parse_number(text: str) -> str | None:
-    """Return the YAML number for a text such as `10k`, `50%`, `1/8`, `2**5` or `1 000`; None for other texts."""
-    plain = re.sub(r"(?<=\d)[ '](?=\d{3})", "", text.strip())
-    found = NUMBER.fullmatch(plain)
-    if found is None:
-        return plain if plain != text.strip() and plain.isdecimal() else None
-    number, sign, other = float(found["number"]), found["sign"], found["other"]
-    try:
-        value = number * SUFFIXES[sign.lower()] if other is None else OPERATIONS[sign](number, float(other))
-    except (ArithmeticError, LookupError):  # the operator needs a second number, or the suffix has one too many
-        return None
-    if isinstance(value, complex) or not math.isfinite(value):
-        return None
-    return str(int(value)) if value.is_integer() and sign != "%" else repr(value)
 
 
 def _likeness(word: str, name: str) -> float:

@@ -1,6 +1,5 @@
 """The command `exp`: its help, misspelled commands, and modules that are run by path."""
 
-import io
 import shlex
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 import exp
 from exp.cli.commands import COMMANDS
 from exp.cli.dispatch import main
-from exp.output import announce_torch_import
 
 ROOT = Path(exp.__file__).parent
 
@@ -92,21 +90,6 @@ def test_a_module_can_be_run_by_its_path(file, words, printed, tmp_path):
     status, output, errors = of(sys.executable, ROOT / file, *words, here=tmp_path)
     assert (status, errors) == (0, "")
     assert printed in output
-
-
-def test_a_terminal_shows_that_torch_is_loading(monkeypatch):
-    class Screen(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Screen())
-    with announce_torch_import():  # loaded already
-        assert sys.stderr.getvalue() == ""
-    for name in ("torch", "lightning"):
-        monkeypatch.delitem(sys.modules, name)
-    with announce_torch_import():
-        assert sys.stderr.getvalue() == "loading torch\r"
-    assert sys.stderr.getvalue() == f"loading torch\r{' ' * len('loading torch')}\r"
 
 
 def test_an_entry_point_adds_a_command(tmp_path, monkeypatch, capsys):

@@ -296,17 +296,6 @@ def test_a_directory_without_a_run_is_an_error(folder, words, message):
         compose(words)
 
 
-@pytest.mark.parametrize("part", [0.1, 0.6])
-def test_a_cut_config_is_refused(part):
-    run = frozen("seed=1")
-    lines = (run / "config.yaml").read_text().splitlines(keepends=True)
-    # A file that is cut before a top-level key is valid YAML.
-    tops = [place for place, line in enumerate(lines) if line[0].isalpha()]
-    (run / "config.yaml").write_text("".join(lines[: tops[int(part * len(tops))]]))
-    with pytest.raises(ConfigError, match=r"from_run: .*, whose config\.yaml has no .*: a part of it is lost"):
-        compose([f"from_run={run}"])
-
-
 VALUES = [1e300, True, None, "it's", "back\\slash\\", "true", "3", [1, [2.0, "x, y"]], {"a": {"b c": None}}]
 
 

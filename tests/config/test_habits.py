@@ -24,8 +24,6 @@ TYPED = [
     "trainer=ddp_sim trainer.devices=2",
     "model=resnet trainer.sync_batchnorm=true",
     "trainer.max_epochs=20 model.optimizer.lr=1e-4",
-    "optimizer.lr=0,001",
-    "trainer.max_steps=1,000",
     "extras.ignore_warnings=true",
 ]
 MOST_ROUNDS = 4

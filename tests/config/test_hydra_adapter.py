@@ -1,8 +1,6 @@
 """Assumptions about Hydra: composition with its public API, and the grammar of overrides."""
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from exp.config.grammar import parse_override
@@ -50,15 +48,6 @@ def test_targets_of_plugins_are_registered():
     assert "hydra_plugins.exp.launcher.ExpLauncher" in found
     assert "hydra._internal.core_plugins.basic_sweeper.BasicSweeper" in found
     assert "os.system" not in found
-
-
-def test_int_in_an_override_takes_no_fraction():
-    """Hydra 1.3.8 converts 16.5 to 16 without a warning."""
-    assert OverridesParser.create().parse_override("seed=int(16.5)").value() == 16
-    with pytest.raises(HydraException, match=r"16\.5 is not an integer"):
-        parse_override("seed=int(16.5)")
-    assert parse_override("seed=int('16')").value() == 16
-    assert parse_override("seed=int(value=2.0)").value() == 2
 
 
 BROKEN = {

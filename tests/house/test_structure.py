@@ -15,7 +15,7 @@ CONF = ROOT / "conf"
 
 RANKS = {
     "errors": 0, "shared_types": 0, "files": 0, "spelling": 0, "signals": 0, "nested": 0, "redaction": 0, "output": 0,
-    "lighter_imports": 0, "interpreter_exit": 0, "name_clash": 0,
+    "lighter_imports": 0, "interpreter_exit": 0,
     "config": 1, "models": 1, "functions": 1, "data": 1, "objectives": 1, "optim": 1,
     "precision": 2, "strategies": 2, "hooks": 2, "loggers": 2, "tensorboard": 2, "engine": 2,
     "check": 3, "launch": 3, "sweeps": 3, "construct": 3, "build": 3, "run_report": 3, "report_pictures": 3,

@@ -33,7 +33,6 @@ def compose(
     *,
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    may_sweep: bool = False,
 ) -> DictConfig:
     """Return the config of one job, as `python -m exp.train OVERRIDES` composes it.
 
@@ -43,16 +42,11 @@ def compose(
         overrides: Overrides of the command line.
         config_dir: Additional directory of configs, searched after ./conf and before exp's configs.
         config_name: Name of the primary config.
-        may_sweep: Same parameter as in exp.config.compose.composition_of.
 
     Raises:
         ConfigError: An override has an error. Errors of other keys are included.
     """
-    return job_config(
-        composition_of(
-            overrides, config_dir=config_dir, config_name=config_name, may_sweep=may_sweep, check=early_errors
-        )
-    )
+    return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=early_errors))
 
 
 def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[ErrorDetails]:

@@ -21,7 +21,7 @@ from exp.config.settings import SCHEMA, VALUES, Node, Repeats
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails, invalid_value, missing_value, unknown_key, unsuitable
-from exp.spelling import among, did_you_mean, find_nearest, parse_number, show
+from exp.spelling import among, did_you_mean, find_nearest, show
 
 # Matches values that need no quotes in a list.
 PLAIN_WORD = re.compile(r"[\w./-]+")
@@ -131,9 +131,8 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
         return f"Write {int(value)}"
     if isinstance(value, str) and value.lower() in ("none", "nil"):
         return "Write null"
-    if isinstance(value, str) and is_number:
-        meant = value if _is_number(value) else parse_number(value)
-        return f"Write {meant} without quotes" if meant == value else meant and f"Write {meant}"
+    if isinstance(value, str) and is_number and _is_number(value):
+        return f"Write {value} without quotes"
     entries = value if isinstance(value, list) else [value]
     is_quotable = not any(isinstance(entry, list | dict) or entry in ("", None) for entry in entries)
     if "text" not in expected or not is_quotable or all(isinstance(entry, str) for entry in entries):

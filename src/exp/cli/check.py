@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError, raise_errors
-from exp.output import announce_torch_import, command
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -30,28 +31,24 @@ def main(argv: Sequence[str]) -> int:
     """
     # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
-    from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv, program=PROGRAM)
     if answer_question(arguments):
         return 0
-    try:
-        print(_check_sweep(arguments) if arguments.multirun else _check_run(arguments))
-    except SweepAskedError:
-        print(_check_sweep(arguments))
+    print(_check_sweep(arguments) if arguments.multirun else _check_run(arguments))
     return 0
 
 
 def _check_run(arguments: argparse.Namespace) -> str:
     from exp.config.compose import composition_of, job_config
 
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.check.examination import config_errors, examine
         from exp.check.first_samples import compare_with_data
         from exp.check.resolution import resolve
 
     where = {"config_dir": arguments.config_dir, "config_name": arguments.config_name}
-    config = job_config(composition_of(arguments.overrides, **where, may_sweep=not arguments.run, check=config_errors))
+    config = job_config(composition_of(arguments.overrides, **where, check=config_errors))
     examined = examine(resolve(config))
     decided = examined.plan()
     errors, notes = compare_with_data(decided)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.saved_runs.evaluation import Evaluated
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     refuse_ranks("exp.evaluate")
     arguments = read_arguments(argv, keys={"run": RUN, "weights": WEIGHTS, "stage": ("test", "val", "all")})
     # torch is imported after parsing, so that errors of the command are reported at once.
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.run_report import print_report
         from exp.saved_runs.saved_run import load
 

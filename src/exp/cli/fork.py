@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exp.errors import ConfigError, ErrorDetails, RunError, config_error, not_supported_with
-from exp.output import announce_torch_import, command
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command
 from exp.spelling import among
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
     """
     import yaml
 
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.check.continuation import changed_values, examine_resume
         from exp.check.resolution import resolve
         from exp.check.stages import compose

@@ -20,7 +20,8 @@ import psutil
 
 from exp.cli.memory_size import EXPECTED, memory_bytes
 from exp.errors import ConfigError, RunError, command_line_error, config_error, raise_errors, unknown_word
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.check.plan import Plan
@@ -191,7 +192,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
 
 
 def _print(arguments: argparse.Namespace, words: Words) -> None:
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.cli.check import summary
         from exp.cli.plan_printout import text
 

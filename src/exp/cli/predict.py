@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 HELP = """Predict with the weights that a run saved.
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = read_arguments(argv, keys=keys, needed=("run", "input", "output"))
     given, output = Path(str(arguments.values["input"])), Path(str(arguments.values["output"]))
     # torch is imported after parsing, so that errors of the command are reported at once.
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.cli.prediction_files import refuse_place, write_predictions
         from exp.saved_runs.prediction import predict
         from exp.saved_runs.saved_run import load

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from exp.errors import command_line_error, config_error, raise_errors
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
     """
     # Imported here, so that main also handles Ctrl-C during these slow imports.
     from exp.cli.command_line import answer_question, parse_arguments
-    from exp.config.compose import SweepAskedError
 
     arguments = parse_arguments(argv)
     if answer_question(arguments):
@@ -41,12 +41,7 @@ def main(argv: Sequence[str]) -> int:
     refuse_ranks("exp.train")
     # The run continues if its output cannot be written, for example after `| head`.
     with survive_output_errors():
-        if arguments.multirun:
-            return _sweep(arguments)
-        try:
-            return _run(arguments)
-        except SweepAskedError:
-            return _sweep(arguments)
+        return _sweep(arguments) if arguments.multirun else _run(arguments)
 
 
 def refuse_ranks(command: str) -> None:
@@ -133,12 +128,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.config.frozen import frozen_yaml
 
     # Announced, because the import takes most of the time before the first step.
-    with announce_torch_import():
+    with pause_garbage_collection():
         config = compose(
             arguments.overrides,
             config_dir=arguments.config_dir,
             config_name=arguments.config_name,
-            may_sweep=not arguments.run,
         )
         refuse_early(config)
         _refuse_sweep_settings(arguments.overrides)

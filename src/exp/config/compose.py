@@ -48,10 +48,6 @@ class Composition:
     config_dir: str | None
 
 
-class SweepAskedError(Exception):
-    """Raised if a file sets `hydra.mode: MULTIRUN` and the command does not have the flag -m."""
-
-
 @secrets_kept()
 def composition_of(
     overrides: Sequence[str],
@@ -59,7 +55,6 @@ def composition_of(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
     multirun: bool = False,
-    may_sweep: bool = False,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] | None = None,
 ) -> Composition:
     """Compose a config, with its hydra node, from the overrides of a command.
@@ -69,15 +64,12 @@ def composition_of(
         config_dir: Directory of --config-dir.
         config_name: Name of the primary config.
         multirun: Allow overrides with several values. Such overrides are not applied.
-        may_sweep: Raise SweepAskedError if a file sets `hydra.mode: MULTIRUN`.
         check: Function that returns the errors of a config. It is called only if the overrides have errors, so that all
             errors are reported together.
 
     Raises:
         ConfigError: The overrides or the composition have errors.
-        SweepAskedError: `may_sweep` is true, and a file sets `hydra.mode: MULTIRUN`.
     """
-    may_sweep = may_sweep and find_run(overrides)[0] is None  # from_run starts a single run
     overrides = expand_run(overrides, config_dir=config_dir, config_name=config_name, multirun=multirun)
     vocabulary = open_search_path(config_dir=config_dir, config_name=config_name)
     config_name = vocabulary.config_name
@@ -94,8 +86,6 @@ def composition_of(
     use_resolvers(config, allow=packages_allowed_by(texts))
     record_overrides(config, texts)
     errors += [error for _, error in unfit] or _after_errors(config, lines, layers, multirun=multirun)
-    if may_sweep and config.hydra.mode is not None and config.hydra.mode.name == "MULTIRUN":
-        raise SweepAskedError
     composition = Composition(
         config=config, layers=tuple(layers), vocabulary=vocabulary, overrides=tuple(overrides),
         config_name=config_name, config_dir=config_dir,
@@ -160,7 +150,6 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     config = composition.config
     if sweep is None:
         refuse_cluster(config.hydra.launcher["_target_"])
-    unused = [] if sweep is not None else list(OmegaConf.select(config, "hydra.sweeper.params") or ())
     with open_dict(config):
         if job is not None:
             config.hydra.job.num = job
@@ -174,9 +163,6 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
     config = _without_hydra(composition, directory=directory)
     if errors:
         raise ConfigError([replace(error, source=source_of(config, error.key)) for error in errors])
-    for key in unused:
-        place = source_of(config, f"hydra.sweeper.params.{key}")
-        print(f"hydra.sweeper.params.{key} is not used: -m makes a sweep of it  [{place}]", file=sys.stderr)
     return config
 
 

@@ -21,18 +21,12 @@ from exp.config.reading import UNKNOWN, read
 from exp.config.slots import MANY
 from exp.config.versions import CHOSEN_CLASSES, REMOVED_VALUES, removed_keys
 from exp.errors import COMMAND_LINE, ConfigError, config_error
-from exp.spelling import among
 
 KEY = "from_run"
 # Keys that apply only to the existing run.
 LEFT_OUT = ("resume", "sweep")
 # Keys with values that exp determined, such as a path in place of `auto`.
 FOUND = (*LEFT_OUT, "weights.from")
-# Keys that every frozen config has.
-WHOLE = (
-    *("name", "seed", "monitor", "mode", "train", "test", "data", "model", "objective", "metrics", "optimizer"),
-    *("scheduler", "trainer", "hooks", "logger", "precision", "runtime", "launch", "security", "strategy", "weights"),
-)
 # The largest number of keys in one line of the report.
 MOST_SHOWN = 6
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
@@ -70,16 +64,7 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
             raise _refusal(got, WHERE, f"Write {KEY}={run / jobs[0]}" if jobs else None)
     if not isinstance(read_overrides(run), list):
         raise _refusal(f"{run}, whose overrides.yaml is not a list", "the file that exp wrote")
-    lost = lost_keys(read_frozen(run))
-    if lost:
-        got = f"{run}, whose config.yaml has no {among(lost)}: a part of it is lost"
-        raise _refusal(got, "the file that exp wrote", "Use another run, or type the overrides again")
     return run, others
-
-
-def lost_keys(config: DictConfig) -> list[str]:
-    """Return the keys of every config that a frozen config lacks, because its file was truncated."""
-    return [name for name in WHOLE if name not in config]
 
 
 def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import itertools
 import json
 import os
@@ -28,8 +27,6 @@ from exp.config.yaml_files import yaml_text
 from exp.errors import RunError
 from exp.files import write_atomic
 from exp.redaction import mask_secrets
-
-MAX_TRIES = 100
 
 
 def freeze(config: DictConfig) -> Path:
@@ -120,31 +117,14 @@ def make_exclusively(wanted: Path) -> Path:
     If `wanted` exists, the new directory is `wanted-2`, `wanted-3` and so on.
     """
     wanted = wanted.absolute()
+    wanted.parent.mkdir(parents=True, exist_ok=True)
     candidate = wanted
     for count in itertools.count(2):
         with contextlib.suppress(FileExistsError):
-            return _make(candidate)
+            candidate.mkdir()
+            return candidate
         candidate = wanted.with_name(f"{wanted.name}-{count}")
     raise AssertionError("numbers do not end")
-
-
-def _make(directory: Path) -> Path:
-    parent = directory.parent
-    for _ in range(MAX_TRIES):
-        # A sweep that started no job removes its empty directories, which may happen between mkdir of the parent and
-        # mkdir of the directory.
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            if parent.exists() and not parent.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from error
-            continue
-        except FileNotFoundError:
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            directory.mkdir()
-            return directory
-    raise FileNotFoundError(errno.ENOENT, "another program keeps removing its parent", str(directory))
 
 
 def record_parent(directory: Path, parent: Mapping[str, object]) -> None:

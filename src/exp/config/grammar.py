@@ -1,17 +1,16 @@
-"""Parse overrides in Hydra's grammar, with exact ranges and with an error instead of silent rounding."""
+"""Parse overrides in Hydra's grammar, with exact ranges."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 from hydra import version
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
 VERSION_BASE = "1.3"
@@ -52,9 +51,7 @@ def parse_override(text: str) -> Override:
 @functools.cache
 def _parser() -> OverridesParser:
     parser = OverridesParser.create()
-    functions = parser.functions.functions
-    functions["int"] = functools.partial(_whole, functions["int"])
-    functions["range"] = _numbers
+    parser.functions.functions["range"] = _numbers
     return parser
 
 
@@ -82,46 +79,6 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
         raise ValueError(f"{count:,} numbers are more than {MAX_NUMBERS:,}")
     kind = int if all(isinstance(number, int) for number in (start, stop, step)) else float
     return Numbers(list=[kind(first + place * distance) for place in range(count)])
-
-
-def _whole(convert: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-    """Return the result of `int(...)` in an override.
-
-    For an interval, return the interval from its smallest to its largest integer. For any other argument, return the
-    result of Hydra's `int`.
-
-    Args:
-        convert: Hydra's `int`.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-
-    Raises:
-        ValueError: A number is not an integer (Hydra would round it), or an interval contains no integer.
-    """
-    given = [*args, *kwargs.values()]
-    if len(given) == 1 and isinstance(given[0], IntervalSweep):
-        low, high = given[0].start, given[0].end
-        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError("an interval of whole numbers has two ends")
-        if math.ceil(low) > math.floor(high) and low <= high:
-            raise ValueError(f"there is no integer from {low:g} to {high:g}")
-        # If the ends of an interval are swapped, they stay swapped. The sweep reports the error.
-        start, end = (math.ceil(low), math.floor(high)) if low <= high else (math.floor(low), math.ceil(high))
-        return IntervalSweep(start=start, end=end, tags=set(given[0].tags))
-    for number in _floats_in(given):
-        if not number.is_integer():
-            raise ValueError(f"{number:g} is not an integer")
-    return convert(*args, **kwargs)
-
-
-def _floats_in(value: object) -> Iterator[float]:
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, ChoiceSweep):
-        yield from _floats_in(value.list)
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _floats_in(inner)
 
 
 def packages_allowed_by(overrides: Sequence[str]) -> list[str]:

@@ -125,7 +125,7 @@ def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetail
     known = dict(settings_of(own, ()))
     errors: dict[str, ErrorDetails] = {}
     for key, value in settings_of(content, package):
-        is_known = key == "hydra.mode" or (key in known and known[key] == value)
+        is_known = key in known and known[key] == value
         error = None if is_known else hydra_key_error(key, value)
         if error is not None:
             short = ".".join(key.split(".")[:3])

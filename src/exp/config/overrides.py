@@ -37,8 +37,6 @@ CALLS: dict[type, str] = {
 }
 # A key in Hydra's grammar (1.3.8). The text after an @ is the key at which an option is merged.
 KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
-# A number with a comma, such as 0,05 or 1,000. A value of a sweep does not start with a needless zero.
-COMMA = re.compile(r"0,0\d+|[1-9]\d{0,2}(,\d{3})*,0\d\d", re.ASCII)
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 # Keys that may be added without a +. `model.container` is missing if the model itself is a container, and `sweep.when`
 # accepts any keys.
@@ -260,9 +258,6 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
         takes_list = vocabulary.kind(line.group) == "many" if line.group else holds_list
         several = f", write {line.sign}{line.key}=[{line.value_text}] for all of them at once" if takes_list else ""
         got, fix = f"several values, {line.value_text}", f"Put -m in front for one job each{several}"
-        if COMMA.fullmatch(line.value_text):
-            number = line.value_text.replace(",", "." if line.value_text.startswith("0,") else "")
-            fix = f"Write {line.sign}{line.key}={number}"
         return _error(line.key, got, "one value without -m", fix)
     return _choice_error(line, vocabulary) if line.group else _value_error(line, vocabulary)
 

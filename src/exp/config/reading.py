@@ -243,19 +243,12 @@ class _Reader:
             reference: Dotted key in the interpolation.
             key: Key of the value with the interpolation, which is never returned.
         """
-        known = [path for path, _ in leaves(self.raw)]
+        known = [path for path, _ in leaves(self.raw) if path != key and not reference.startswith(f"{path}.")]
         if reference.startswith(".") or reference.partition("[")[0] in known:
             return None
-        others = [path for path in known if not reference.startswith(f"{path}.") and path != key]
-        parent, _, word = reference.rpartition(".")
-        siblings = {path.rpartition(".")[2]: path for path in others if path.rpartition(".")[0] == parent}
-        alike = [path for path in others if path.rpartition(".")[2] == word]
-        found = [
-            *map(siblings.get, find_nearest(word, siblings)),
-            *alike,
-            *find_nearest(reference, others, likeness=0.8),
-        ]
-        return found[0] if found else None
+        word = reference.rpartition(".")[2]
+        alike = [path for path in known if path.rpartition(".")[2] == word]
+        return next(iter([*alike, *find_nearest(reference, known)]), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
         """Return a lower bound of the number of references to follow to resolve a text.

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from exp.config.found_run import lost_keys
 from exp.config.frozen import from_text, read_frozen, refuse_untrusted
 from exp.config.settings import Settings, settings_of
 from exp.construct import plain_config
@@ -26,7 +25,6 @@ from exp.run_report import Report
 from exp.saved_runs.evaluation import Evaluated, evaluate
 from exp.saved_runs.prediction import Predictions, predict
 from exp.saved_runs.run_files import RunFiles
-from exp.spelling import among
 
 WHERE = "a run directory, outputs/<name>/<date>/<time>, the directory of a job of a sweep, or a checkpoint of a run"
 
@@ -88,7 +86,4 @@ def _config_of(path: Path, *, allow: Sequence[str]) -> DictConfig:
     source = str(path / "config.yaml")
     config = read_frozen(path)
     refuse_untrusted(config, allow=allow, source=source, is_override=True)
-    lost = lost_keys(config)
-    if lost:
-        raise RunError(f"{source} has no {among(lost)}: the file is incomplete. Restore the file that exp wrote")
     return config

@@ -2,8 +2,7 @@
 
 No thread is used, so errors are raised at once. A record is a length, its checksum, bytes and their checksum,
 little-endian. tensorboard's writer computes the checksum byte by byte in Python. For a step's event of 8 values (280
-bytes) this takes 40 us, ten times as long as its encoding. This module uses a NumPy gather for many records together,
-which takes 4 us per record.
+bytes) this takes 40 us, ten times as long as its encoding. The NumPy gather of this module takes a sixth of that.
 """
 
 from __future__ import annotations
@@ -98,62 +97,37 @@ def encode_records(contents: Sequence[bytes]) -> bytes:
     A record is the uint64 length, the uint32 masked CRC of the length, the bytes, and the uint32 masked CRC of the
     bytes.
     """
-    headers = [struct.pack("<Q", len(content)) for content in contents]
-    checks = masked_crc32c([*headers, *contents]).astype("<u4").tobytes()
     parts: list[bytes] = []
-    offset = 4 * len(headers)
-    for index, (header, content) in enumerate(zip(headers, contents, strict=True)):
-        at = 4 * index
-        parts += header, checks[at : at + 4], content, checks[offset + at : offset + at + 4]
+    for content in contents:
+        parts += _header(len(content)), content, masked_crc32c(content)
     return b"".join(parts)
 
 
-def masked_crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C of each element of `contents`, masked as TFRecord requires: uint32 `[N]`."""
-    checks = crc32c(contents)
-    return (checks >> 15 | checks << 17) + np.uint32(0xA282EAD8)
+@cache
+def _header(length: int) -> bytes:
+    header = struct.pack("<Q", length)
+    return header + masked_crc32c(header)
 
 
-def crc32c(contents: Sequence[bytes]) -> np.ndarray:
-    """Return the CRC-32C (RFC 3720) of each element of `contents`: uint32 `[N]`.
+def masked_crc32c(content: bytes) -> bytes:
+    """Return the CRC-32C (RFC 3720) of `content`, masked as TFRecord requires: a little-endian uint32.
 
     A CRC is linear: it is the exclusive or of one term per byte. A term depends on the byte's value and its distance
-    from the end. The initial register is combined with the first four bytes.
+    from the end. The register, which starts at all ones, is combined with the first four bytes of each block.
+
+    Args:
+        content: At least four bytes, as every event and every length has.
     """
-    checks = np.empty(len(contents), np.uint32)
-    short = [index for index, content in enumerate(contents) if 4 <= len(content) <= _BLOCK]
-    if short:
-        checks[short] = _crc32c_of_short([contents[index] for index in short])
-    for index, content in enumerate(contents):
-        if not 4 <= len(content) <= _BLOCK:
-            checks[index] = _crc32c_of_any(content)
-    return checks
-
-
-def _crc32c_of_short(contents: Sequence[bytes]) -> np.ndarray:
-    contributions, offsets = _contributions()
-    joined = np.frombuffer(b"".join(contents), np.uint8)
-    lengths = np.fromiter(map(len, contents), np.int64, len(contents))
-    starts = np.cumsum(lengths) - lengths
-    index = np.concatenate([offsets[-length:] for length in lengths.tolist()]) + joined
-    index[starts[:, None] + np.arange(4)] ^= 0xFF
-    return ~np.bitwise_xor.reduceat(contributions.take(index), starts)
-
-
-def _crc32c_of_any(content: bytes) -> int:
     contributions, offsets = _contributions()
     register = 0xFFFFFFFF
     whole = np.frombuffer(content, np.uint8)
-    for start in range(0, len(content), _BLOCK):
-        block = whole[start : start + _BLOCK]
-        if len(block) < 4:
-            for byte in block.tolist():
-                register = register >> 8 ^ int(contributions[(register ^ byte) & 0xFF])
-            continue
+    blocks = [whole] if len(whole) <= _BLOCK else np.array_split(whole, len(whole) // _BLOCK + 1)
+    for block in blocks:
         index = offsets[-len(block) :] + block
-        index[:4] ^= np.frombuffer(register.to_bytes(4, "little"), np.uint8)
+        index[:4] ^= np.frombuffer(struct.pack("<I", register), np.uint8)
         register = int(np.bitwise_xor.reduce(contributions.take(index)))
-    return register ^ 0xFFFFFFFF
+    check = register ^ 0xFFFFFFFF
+    return struct.pack("<I", ((check >> 15 | check << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 @cache

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exp.errors import config_error
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.check.examination import plan
         from exp.check.resolution import resolve
     decided = plan(resolve(config))

@@ -14,9 +14,9 @@ from packaging.requirements import Requirement
 
 import exp
 from exp.extras.doctor.finding import Finding
-from exp.name_clash import DISTRIBUTION
 
 PACKAGE = Path(exp.__file__).parent
+DISTRIBUTION = "exp-framework"
 
 
 def findings() -> Iterator[Finding]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 
 HELP = """Export the network of a saved run as an ONNX file, and compare the file with the network.
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = read_arguments(argv, keys=keys, takes_overrides=False)
     values = arguments.values
     # Errors of the command are reported before torch is imported.
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.extras.export.network_export import export
         from exp.saved_runs.saved_run import load
 

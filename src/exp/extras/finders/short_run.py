@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from exp.config.found_run import key_of
 from exp.errors import ErrorDetails, Interrupted, invalid_value, raise_errors
 from exp.files import write_atomic
-from exp.output import announce_torch_import
+from exp.lighter_imports import pause_garbage_collection
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -118,7 +118,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     config.runtime.autoresume = False
     refuse_early(config)
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.check.examination import plan
         from exp.check.resolution import resolve
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import COMMAND_LINE, MissingExtraError, config_error, is_installed
-from exp.output import announce_torch_import, command, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, survive_output_errors
 from exp.signals import handle_signals
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
     if values["model"] is not None:
         yield Path(values["model"])
         return
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.extras.export.network_export import export
         from exp.saved_runs.saved_run import load
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exp.errors import ConfigError, RunError, config_error, not_supported_with
-from exp.output import announce_torch_import, command, describe_write_error, show_transient_line, survive_output_errors
+from exp.lighter_imports import pause_garbage_collection
+from exp.output import command, describe_write_error, survive_output_errors
 
 if TYPE_CHECKING:
     from exp.check.plan import Resolved
@@ -58,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
             node for group in ("objective", "metrics") for node in getattr(resolved.settings, group).values() if node
         ]
         targets = sorted({TARGET, *(name for node in nodes if isinstance(name := node.get("target"), str))})
-        with show_transient_line("reading the data"):
-            found = survey(data, count=arguments.samples or sys.maxsize, targets=targets)
+        found = survey(data, count=arguments.samples or sys.maxsize, targets=targets)
         directory = _write(resolved, data, found, command=f"{PROGRAM} {shlex.join(argv)}".rstrip())
         print((directory / "data.md").read_text(encoding="utf-8"))
         print(f"results    {os.path.relpath(directory)}")
@@ -76,7 +76,7 @@ def _resolve_config(arguments: argparse.Namespace) -> Resolved:
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
     refuse_early(config)
-    with announce_torch_import():
+    with pause_garbage_collection():
         from exp.check.resolution import resolve
         from exp.check.stages import locate_errors, unique_errors
 

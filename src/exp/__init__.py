@@ -9,24 +9,16 @@ import sys
 def _drop_first_folder() -> None:
     """Remove the folder that Python adds to the import path, because a file there could hide an installed package.
 
-    - For `python -m exp.train`, it is the working directory. exp.config.targets adds the working directory again at the
-      end of the path if a config names one of its modules.
-    - For the script `exp`, it is the folder of the script.
-    - For `python src/exp/cli/train.py`, it is the folder of that file. A package of exp, such as exp.tensorboard, could
-      hide an installed package.
+    For `python -m exp.train`, it is the working directory. exp.config.targets adds the working directory again at the
+    end of the path if a config names one of its modules.
     """
-    if sys.flags.safe_path or not sys.path:
+    if sys.flags.safe_path or not sys.path or "-m" not in sys.orig_argv:
         return
-    first, package = sys.path[0], os.path.dirname(__file__)
-    asked = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
-    script, name = os.path.split(os.path.realpath(sys.argv[0])) if sys.argv else ("", "")
-    if asked and asked[0].partition(".")[0] == "exp":
-        # In src/ of a checkout, the working directory is needed, because it contains the package exp.
-        is_left_out = first == os.getcwd() != os.path.dirname(package)
-    else:
-        place, rooms = os.path.realpath(first), os.path.realpath(package)
-        is_left_out = place == script and (name == "exp" or f"{place}{os.sep}".startswith(f"{rooms}{os.sep}"))
-    if is_left_out:
+    package = os.path.dirname(__file__)
+    named = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
+    # In src/ of a checkout, the working directory is needed, because it contains the package exp.
+    is_left_out = sys.path[0] == os.getcwd() != os.path.dirname(package)
+    if is_left_out and named and named[0].partition(".")[0] == "exp":
         del sys.path[0]
 
 

@@ -160,12 +160,13 @@ def exit_status(
         return error.code if isinstance(error.code, int) else 1
     except Exception as error:
         # The reader may close the pipe, as in `--cfg job | head`.
-        is_pipe = isinstance(error, BrokenPipeError)
-        if is_pipe or (isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None):
+        if isinstance(error, BrokenPipeError):
             discard_output(sys.stdout)
-            if not is_pipe:
-                print(f"standard output: {error.strerror}. Free space, or redirect it", file=sys.stderr)
-            return 0 if is_pipe else 1
+            return 0
+        if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
+            discard_output(sys.stdout)
+            print(f"standard output: {error.strerror}. Free space, or redirect it", file=sys.stderr)
+            return 1
         if not has_revealed():
             raise
         # The traceback is printed as by Python, with secrets replaced.

@@ -120,8 +120,7 @@ def _start_lines(decided: Plan, parts: Parts, overrides: Sequence[str]) -> Itera
     known = [parameter for parameter in parts.module.parameters() if not is_lazy(parameter)]
     trained = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     held = sum(parameter.numel() for parameter in known) - trained
-    unsized = " and more, of layers without a size" if len(known) < len(list(parts.module.parameters())) else ""
-    yield f"parameters: {trained:,} trained" + (f", {held:,} frozen" if held else "") + unsized
+    yield f"parameters: {trained:,} trained" + (f", {held:,} frozen" if held else "")
     ranks = f", {placement.world_size} ranks" if placement.world_size > 1 else ""
     device = torch.cuda.get_device_name() if placement.accelerator == "cuda" else placement.accelerator
     yield (

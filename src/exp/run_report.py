@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from exp.config.frozen import read_parent, versions
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 PICTURES = "pictures"
 # The message of torch 2.13 about a DataLoader worker that died.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
-# The private function in which Lightning handles all exceptions of a Trainer (tested with Lightning 2.6.6).
-LIGHTNING_CATCHES_IN = "_call_and_handle_interrupt"
 # Exceptions that reading a damaged report.json may raise.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 # The status `pruned` means that a search ended the job early.
@@ -286,10 +283,6 @@ def parse_report(text: str) -> Report:
     report = Report(**plain)
     if report.status not in get_args(Status):
         raise ValueError(f"no status of a run, {report.status!r}")
-    numbers = [report.wall_seconds, report.monitored, *([] if report.best is None else [report.best["step"]])]
-    words = [] if report.error is None else [report.error["message"]]
-    if not all(isinstance(one, int | float) for one in numbers) or not all(isinstance(one, str) for one in words):
-        raise ValueError("a text instead of a number, or a number instead of a text")
     return report
 
 
@@ -370,7 +363,6 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     from exp.hooks.memory_use import explain_out_of_memory, is_out_of_memory
 
     explained: ExpError
-    error = _find_first_error(error)
     is_exit = isinstance(error, SystemExit)
     if isinstance(error, KeyboardInterrupt) or (is_exit and isinstance(error.__context__, KeyboardInterrupt)):
         error = Interrupted(signum=signal.SIGINT, checkpoint=None)
@@ -407,27 +399,6 @@ def _with_checkpoint(error: Interrupted, directory: Path) -> Interrupted:
     """
     saved = last_checkpoint(directory) if error.checkpoint is None else None
     return error if saved is None else Interrupted(signum=error.signum, checkpoint=str(saved), detail=error.detail)
-
-
-def _find_first_error(error: BaseException) -> BaseException:
-    """Return the first exception that ended the run.
-
-    The caught exception may be a later one, which Lightning or an `on_exception` hook raised during error handling.
-    """
-    caught = _catching_frames(error)
-    first, context = error, error.__context__
-    while context is not None:
-        if caught & _catching_frames(context):
-            first = context
-        context = context.__context__
-    return first
-
-
-def _catching_frames(error: BaseException) -> set[FrameType]:
-    """Return the frames of the function LIGHTNING_CATCHES_IN in the traceback of an error."""
-    return {
-        frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == LIGHTNING_CATCHES_IN
-    }
 
 
 def _is_below(filename: object, directory: Path) -> bool:

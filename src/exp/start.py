@@ -21,10 +21,10 @@ from exp.check.first_samples import refuse_other_data
 from exp.check.plan import Plan, read_resolved
 from exp.check.resolution import resolve
 from exp.check.starting_point import Found, newest_of, remove_leftovers
-from exp.config.copying import raw_values
 from exp.config.freeze import clear, freeze, take_directory
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, read_overrides
 from exp.config.plain_tree import text_values
+from exp.config.reading import raw_values
 from exp.engine.console import run_log
 from exp.engine.runtime import block_launches, threads_of
 from exp.errors import ExpError, RunError

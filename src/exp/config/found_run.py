@@ -14,10 +14,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from exp.config.copying import raw_values
 from exp.config.frozen import frozen_values, read_frozen, read_overrides
 from exp.config.grammar import parse_override
-from exp.config.reading import UNKNOWN, read
+from exp.config.reading import UNKNOWN, raw_values, read
 from exp.config.slots import MANY
 from exp.config.versions import CHOSEN_CLASSES, REMOVED_VALUES, removed_keys
 from exp.errors import COMMAND_LINE, ConfigError, config_error
@@ -144,9 +143,7 @@ def _is_below(key: str, others: Sequence[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") for other in others)
 
 
-def changes(
-    run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]
-) -> tuple[dict[str, object], dict[str, object]]:
+def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]) -> dict[str, object]:
     """Return the differences between a run's frozen config and the config that its overrides compose to today.
 
     Two kinds of value are left out: values that the run determined itself, such as a shape of the data, and values that
@@ -161,24 +158,19 @@ def changes(
     Returns:
         The values of the run that are different today. Their keys are those of overrides: keys that do not exist today
             begin with `++`.
-        The values that exist today and that the run did not have.
     """
     today, changed = (dict(_values(read(config)[0])) for config in (own, combined))
     frozen = dict(_values(raw_values(read_frozen(run))))
     chosen = [key_of(text) for text in now if "." not in key_of(text)]
     aside = (*FOUND, *chosen, *(key for key, value in today.items() if value is UNKNOWN))
     same = {key for key in {**today, **frozen} if today.get(key) == changed.get(key) and not _is_below(key, aside)}
-    then = {
+    return {
         f"{'' if key in today else '++'}{key}": value
         for key, value in frozen.items()
         if key in same
         and (key not in today or today[key] != value)
         and not (key.startswith("data.") and today.get(key) is None)
     }
-    since = {
-        key: value for key, value in today.items() if key in same and key not in frozen and value not in (None, {}, [])
-    }
-    return then, since
 
 
 def override_texts(values: Mapping[str, object]) -> list[str]:
@@ -186,19 +178,11 @@ def override_texts(values: Mapping[str, object]) -> list[str]:
     return [f"{key}={override_value(value)}" for key, value in values.items()]
 
 
-def report_changes(run: Path, then: Mapping[str, object], since: Mapping[str, object]) -> Iterator[str]:
-    """Yield lines that report the differences between a run and the configs of today.
-
-    Args:
-        run: Run directory.
-        then: Values of the run that are different today, which the command sets.
-        since: Values that the run did not have.
-    """
-    for title, values in ((f"as in {run}; the configs differ today", then), (f"new since {run}", since)):
-        pairs = [text.removeprefix("++") for text in override_texts(values)]
-        more = f" and {len(pairs) - MOST_SHOWN} more" if len(pairs) > MOST_SHOWN else ""
-        if pairs:
-            yield f"{title}: {', '.join(pairs[:MOST_SHOWN])}{more}"
+def report_changes(run: Path, then: Mapping[str, object]) -> str:
+    """Return a line that reports the values of a run that are different today, which the command sets."""
+    pairs = [text.removeprefix("++") for text in override_texts(then)]
+    more = f" and {len(pairs) - MOST_SHOWN} more" if len(pairs) > MOST_SHOWN else ""
+    return f"as in {run}; the configs differ today: {', '.join(pairs[:MOST_SHOWN])}{more}"
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:

@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.clusters import cluster_errors
-from exp.config.copying import raw_values
 from exp.config.groups import USED_GROUPS
 from exp.config.habits import fix_of_key
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
 from exp.config.plain_tree import leaves, text_values
+from exp.config.reading import raw_values
 from exp.config.search_path import OWN_CONF, display_path
 from exp.config.slots import nodes_in
 from exp.config.yaml_files import choices_of, read_yaml, split
@@ -86,15 +86,8 @@ def hydra_node_errors(
     """
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     of_files = [error for layer in layers for error in _file_errors(layer, config)]
-    errors = [
-        ErrorDetails(f"hydra.callbacks.{name}", *REFUSED["hydra.callbacks"]) for name in config.hydra.callbacks or ()
-    ]
-    errors += [ErrorDetails("hydra.job.chdir", *REFUSED["hydra.job.chdir"])] if config.hydra.job.chdir else []
-    errors += [*_plugin_errors(config, "sweeper"), *_plugin_errors(config, "launcher")]
-    errors += _directory_errors(config, key, typed=typed.get(key))
-    # An error of a file has a source, so it is reported instead of the error of the merged node.
-    keys = {error.key for error in of_files}
-    return of_files + [error for error in errors if error.key not in keys]
+    plugins = [*_plugin_errors(config, "sweeper"), *_plugin_errors(config, "launcher")]
+    return [*of_files, *plugins, *_directory_errors(config, key, typed=typed.get(key))]
 
 
 def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
@@ -214,14 +207,11 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
         return [ErrorDetails(key, str(error).splitlines()[0], "a path that is known before the run")]
     if not isinstance(directory, str) or not directory.strip() or "\0" in directory:
         return [ErrorDetails(key, repr(directory), "a directory below the working directory")]
-    longest, secret = max(directory.split("/"), key=len), INTERPOLATION.search(directory)
     if not is_valid_path(directory):
         expected = "a path of fewer than 2000 characters, and of 250 bytes at most between two slashes"
-        got = f"{longest[:40]}..., {len(longest)} characters"
-        return [ErrorDetails(_name_or(key, config, longest), got, expected)]
-    if secret is not None:
-        got = f"{secret[0]} in the name of a folder"
-        return [ErrorDetails(_name_or(key, config, secret[0]), got, "a name that holds no secret")]
+        return [ErrorDetails(key, f"{directory[:40]}..., {len(directory)} characters", expected)]
+    if secret := INTERPOLATION.search(directory):
+        return [ErrorDetails(key, f"{secret[0]} in the path of a directory", "a path without a secret")]
     if is_inside(directory) or (typed is not None and _is_below_typed(directory, typed)):
         return []
     if Path.cwd().is_relative_to(os.path.abspath(directory)):
@@ -230,11 +220,6 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
         ]
     fix = f"Write {key}={directory} on the command line, which may lead to another disk"
     return [ErrorDetails(key, directory, "a directory below the working directory", fix)]
-
-
-def _name_or(key: str, config: DictConfig, text: str) -> str:
-    """Return the key for an error about a text in a directory: `name` if the run's name contains it, else `key`."""
-    return "name" if "name" in config and text in str(config.name) else key
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:

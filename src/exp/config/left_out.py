@@ -13,10 +13,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION
 from exp.config.grammar import parse_override
 from exp.config.module_key import MODULE_KEY, REFUSED_KEYS, REPLACED, brings_data, has_module
+from exp.config.reading import raw_values
 from exp.config.search_path import OWN_CONF, display_path
 from exp.config.sources import Setting, layers_of, setters_of
 from exp.config.yaml_files import choices_of, read_yaml

@@ -433,8 +433,6 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
     if is_merged and not ("_target_" in line.value and "_target_" in node) and adds_keys(node, line.value):
         fix = f"Write '+{line.text}', which adds to the mapping"
         return _error(line.key, f"{_shorten(line.text)}, with keys that do not exist", "a value that fits", fix)
-    if line.sign == "~" and line.value not in (None, "", node):
-        return _error(line.key, f"{line.value_text}, and the value is {node}", "the present value")
     return None
 
 
@@ -493,14 +491,7 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
         fix = f"Write {pair[1]}={pair[2]}" if pair else "Flags begin with -, see --help"
         return _error(key, f"{short!r} has no =", "key=value", fix_of_subcommand(text) or fix)
     if not KEY.fullmatch(typed):
-        near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
-        fixed = f"Did you mean {_shorten(f'{near}={value}')}?" if KEY.fullmatch(near) else None
-        return _error(key or "=", f"{short!r} begins with no key", "names joined by dots, or a group's name", fixed)
-    if "," in value and not re.search(r"[\[\]{}()'\"]", value):
-        rest = ",".join(filter(None, value.split(",")))
-        return _error(
-            key, f"{short!r} has an empty value", "values between commas", f"Write {key}={rest}" if rest else None
-        )
+        return _error(key or "=", f"{short!r} begins with no key", "names joined by dots, or a group's name")
     message = str(error).split("\nSee ")[0].splitlines()
     problem = next((line for line in message if not line.startswith("Error parsing over")), type(error).__name__)
     got = f"{short!r} cannot be read: {re.sub(r'.* while evaluating .*?: ', '', problem)[:120]}"

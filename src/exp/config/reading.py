@@ -1,4 +1,4 @@
-"""Read a composed config as plain dicts and lists with interpolations resolved.
+"""Copy a composed config, and read it as plain dicts and lists with interpolations resolved.
 
 Missing values and wrong interpolations are reported as errors. Such a value becomes UNKNOWN. All later checks accept
 UNKNOWN, so that one mistake gives only one error.
@@ -7,7 +7,9 @@ UNKNOWN, so that one mistake gives only one error.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +19,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from exp.config.copying import raw_values
 from exp.config.plain_tree import ABSENT, Plain, is_node, leaves, value_at
 from exp.config.targets import is_of_a_target
 from exp.config.yaml_files import MAX_DEPTH, MAX_NODES
@@ -50,6 +51,30 @@ class Unknown:
 UNKNOWN = Unknown()
 # The plain values of a config, and the errors for values that cannot be read.
 Reading = tuple[Plain, list[ErrorDetails]]
+
+
+def raw_values(config: DictConfig) -> Plain:
+    """Return a config as plain dicts and lists. Interpolations are not resolved."""
+    return cast(Plain, OmegaConf.to_container(config, resolve=False))
+
+
+def copy_config(config: DictConfig) -> DictConfig:
+    """Return a deep copy of a whole config.
+
+    The config is copied by pickle, in an eighth of the time of copy.deepcopy. OmegaConf's cache is copied separately,
+    because it may contain objects of users that cannot be pickled.
+    """
+    cache = OmegaConf.get_cache(config)
+    kept = dict(cache)
+    cache.clear()
+    try:
+        made = cast(DictConfig, pickle.loads(pickle.dumps(config, pickle.HIGHEST_PROTOCOL)))
+    except (pickle.PicklingError, AttributeError, TypeError):  # the class of a value is not importable
+        made = copy.deepcopy(config)
+    finally:
+        cache.update(kept)
+    OmegaConf.get_cache(made).update(copy.deepcopy(kept))
+    return made
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import UnsupportedInterpolationType
 
-from exp.config.copying import raw_values
-from exp.config.reading import held_node
+from exp.config.reading import held_node, raw_values
 from exp.config.targets import TargetError, resolve_resolver
 from exp.errors import ConfigError, ErrorDetails, invalid_value
 

@@ -21,7 +21,7 @@ from exp.config.search_path import display_path
 from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import COMMAND_LINE, ConfigError
 
-TARGET, ARGUMENTS = "_target_", "_args_"
+TARGET = "_target_"
 # The value of a key that an override removes.
 REMOVED = object()
 
@@ -65,7 +65,6 @@ def source_of(config: DictConfig, key: str) -> str | None:
             the nearest key above it. None if no source is known, or if exp.compose did not compose the config.
     """
     setters = setters_of(config)
-    key = _listed_key(setters, key)
     for at in (key, *above(key)):
         # A file sets no key for its own node, so the line of its `_target_` is reported.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
@@ -76,8 +75,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
 
 def is_set(config: DictConfig, key: str) -> bool:
     """Return whether a file or the command line sets this key itself, not only a key above or below."""
-    setters = setters_of(config)
-    return _listed_key(setters, key) in setters
+    return key in setters_of(config)
 
 
 def above(key: str) -> Iterator[str]:
@@ -85,19 +83,6 @@ def above(key: str) -> Iterator[str]:
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
-
-
-def _listed_key(setters: Mapping[str, Setting], key: str) -> str:
-    """Return a key as the files write it: for `body.2` of a torch.nn.Sequential, `body._args_.2`.
-
-    Names are changed only if the files set the key with `_args_` and not the key without.
-    """
-    way: tuple[str, ...] = ()
-    for part in split(key):
-        listed = ".".join((*way, ARGUMENTS, part))
-        is_listed = ".".join((*way, part)) not in setters and listed in setters
-        way = (*way, ARGUMENTS, part) if is_listed else (*way, part)
-    return ".".join(way)
 
 
 def _display_position(file: Path, keys: Sequence[str]) -> str:

@@ -139,8 +139,6 @@ def resolve(
 def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
     """Return a function, or a subclass of torch.autograd.Function, that a model's `forward` program declares.
 
-    Torch's own functions are refused, because programs may call them without a declaration.
-
     Args:
         dotted: Dotted name of the function or class.
         allow: Packages that the command line allows by `security.allow`.
@@ -149,9 +147,8 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
         TargetError: The name is not allowed, or cannot be resolved.
     """
     if dotted in FUNCTIONS:
-        expected = "a function of yours, or of a package that security.allow names"
-        fix = "Leave it out: python docs/make_vocabulary.py lists the functions of torch that a program may call"
-        raise TargetError(f"{dotted}, a function of torch", expected, fix)
+        fix = "Remove the declaration: a program calls functions of torch by name"
+        raise TargetError(f"{dotted}, a function of torch", "a function of yours", fix)
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):
         _require_base(dotted, value, bases=["torch.autograd.Function"])

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from exp.errors import RunError
 from exp.hooks.panels import Column, Healthy, Image, Panel
 from exp.loggers.step_table import STEP, StepTable
 from exp.output import warn_not_written
@@ -63,7 +62,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
     kept: list[tuple[int, list[str]]] = []
     names: list[str] = []
     count, every = 0, 1
-    for row in StepTable(directory / TABLE, fix="").read():
+    for row in StepTable(directory / TABLE).read():
         names = names or [name for name in row if name.startswith(beginning)]
         column = int(row[STEP]), [row[name] for name in names]
         if not any(column[1]):
@@ -129,8 +128,7 @@ class HeatMaps:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._tags: dict[str, _Tag] = {}
-        fix = "leave out the hooks that give numbers of each layer"
-        self._table = None if directory is None else StepTable(directory / TABLE, fix=fix)
+        self._table = None if directory is None else StepTable(directory / TABLE)
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:
@@ -185,6 +183,6 @@ class HeatMaps:
             return
         try:
             work(self._table)
-        except (RunError, OSError, ValueError, LookupError) as error:  # ValueError and LookupError: a damaged table
+        except (OSError, ValueError, LookupError) as error:  # ValueError and LookupError: a damaged table
             self._table = None
             warn_not_written(TABLE, error)

@@ -22,7 +22,7 @@ from exp.loggers.step_table import StepTable
 class CsvLogger(RunLogger):
     """Logger that writes `metrics.csv` to the run directory, with a row per step and a column per tag.
 
-    If the file cannot be written, calls that write raise RunError, and later values are dropped.
+    If the file cannot be written, calls that write raise OSError.
 
     Args:
         directory: Run directory; set by build.py.
@@ -33,7 +33,7 @@ class CsvLogger(RunLogger):
         super().__init__()
         self.path = Path(directory) / "metrics.csv"
         self.flush_seconds = flush_seconds
-        self._table = StepTable(self.path, fix="take out csv from the loggers")
+        self._table = StepTable(self.path)
         self._last_write = time.time()
         self._left_out = LeftOut(name="csv", kinds=())
 

@@ -179,7 +179,8 @@ class Notes:
     """Small JSON file with the id of the run in a logger's store, and the last written step.
 
     Raises:
-        RunError: The file cannot be read or written.
+        RunError: The file cannot be read.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -195,10 +196,7 @@ class Notes:
 
     def keep(self, **values: object) -> None:
         self.values.update(values)
-        try:
-            write_atomic(self.path, json.dumps(self.values) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror or error}") from error
+        write_atomic(self.path, json.dumps(self.values) + "\n")
 
 
 log = logging.getLogger(__name__)

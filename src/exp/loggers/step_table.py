@@ -7,9 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from exp.errors import RunError
 from exp.files import open_atomic
-from exp.output import describe_write_error
 
 STEP = "step"
 Row = dict[str, float | str]
@@ -19,21 +17,18 @@ class StepTable:
     """CSV file with a row per step, and a column per tag in the order of the tags' first values.
 
     Missing values are empty. A new tag adds a column, for which the file is replaced. If the file cannot be written,
-    calls that write raise RunError, and later values are dropped.
+    calls that write raise OSError.
 
     Args:
         path: Path of the file, which the first write creates.
-        fix: End of the advice in the error for a file that cannot be written. It follows the word "or".
     """
 
-    def __init__(self, path: Path, *, fix: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._fix = fix
         self._columns: list[str] = []
         self._rows: list[Row] = []
         # Last row in the file.
         self._last: Row | None = None
-        self._failed = False
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Add numbers by tag without writing them. Consecutive calls with the same step share a row."""
@@ -46,29 +41,18 @@ class StepTable:
         count = len(self._rows) - keep
         rows, self._rows = self._rows[:count], self._rows[count:]
         if rows:
-            self._guard(lambda: self._append(rows))
+            self._append(rows)
 
     def purge(self, step: int) -> None:
         """Remove the rows from step `step` onward, because a resumed run writes them again."""
         if self.path.is_file():
-            self._guard(lambda: self._rewrite(lambda row: int(row[STEP]) < step))
+            self._rewrite(lambda row: int(row[STEP]) < step)
 
     def read(self) -> Iterator[dict[str, str]]:
         """Yield the rows of the file. An incomplete last row, which a killed process may have left, is skipped."""
         if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 yield from csv.DictReader(line for line in file if line.endswith("\n"))
-
-    def _guard(self, work: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            work()
-        except OSError as error:
-            self._failed = True
-            raise RunError(
-                f"the table cannot be written to {describe_write_error(self.path, error)}, or {self._fix}"
-            ) from error
 
     def _append(self, rows: list[Row]) -> None:
         if not self._columns and self.path.is_file():

@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from exp.check.stages import early_errors, refuse_early, unique_errors
 from exp.config.compose import Composition, composition_of, job_config, job_overrides
-from exp.config.copying import raw_values
 from exp.config.frozen import COMPOSITION, OUTPUT_DIR, literal
 from exp.config.grammar import parse_override
 from exp.config.groups import Vocabulary
@@ -23,7 +22,7 @@ from exp.config.hydra_adapter import recorded_overrides
 from exp.config.module_key import has_module
 from exp.config.overrides import IS_THERE, NO_SUCH_KEY
 from exp.config.plain_tree import are_referred, are_same, leaves, with_changes
-from exp.config.reading import Reading, Unknown, Values, plain_values, read
+from exp.config.reading import Reading, Unknown, Values, plain_values, raw_values, read
 from exp.config.sources import source_of
 from exp.config.values import set_value
 from exp.errors import ConfigError, ErrorDetails, config_error, not_supported_with

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from exp.config.compose import job_overrides
 from exp.config.frozen import chosen_values, compared_tags
-from exp.errors import ConfigError, ExpError, Interrupted, RunError
+from exp.errors import ConfigError, ExpError, Interrupted
+from exp.output import describe_write_error
 from exp.redaction import redact
 from exp.run_report import Report
 from exp.sweeps.jobs import Job
@@ -151,8 +152,9 @@ class SweepView:
             tags += compared_tags(job.plain, is_trial=self._settings.is_search)
         try:
             declare(self._directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
-        except RunError as error:
-            print(error, file=sys.stderr)
+        except OSError as error:
+            place = describe_write_error(self._directory, error)
+            print(f"the sweep cannot be shown in TensorBoard: {place}", file=sys.stderr)
 
     def end_session(self, job: Job, row: Row) -> None:
         """Write the end of a job for TensorBoard if the job did not end normally."""
@@ -161,8 +163,9 @@ class SweepView:
         params, tags = chosen_values(job.plain, job_overrides(job.overrides)), compared_tags(job.plain)
         try:
             write_bad_end(self._directory / row.directory, params, tags, status=row.status)
-        except RunError as error:
-            print(error, file=sys.stderr)
+        except OSError as error:
+            place = describe_write_error(self._directory, error)
+            print(f"the sweep cannot be shown in TensorBoard: {place}", file=sys.stderr)
 
 
 def _has_tensorboard(job: Job) -> bool:

@@ -19,15 +19,11 @@ from typing import IO
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
 
-from exp.errors import RunError
-from exp.output import describe_write_error
 from exp.tensorboard.event_records import EVENTS
 
 
 class EventFile:
     """Event file that is created by the first write. A write after `close` appends to the same file.
-
-    If the directory or the file cannot be written, RunError is raised once, and later events are dropped.
 
     Args:
         directory: Directory of the file, which is created if needed.
@@ -37,25 +33,18 @@ class EventFile:
     def __init__(self, directory: Path, *, suffix: str = "") -> None:
         self.directory = directory
         self.suffix = suffix
-        self.failed = False
         self._path: Path | None = None
         self._file: IO[bytes] | None = None
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append events in one write."""
-        if self.failed:
-            return
-        try:
-            if self._file is None:
-                self._open()
-            self._append(events)
-        except OSError as error:
-            self.failed = True
-            self.close()
-            raise RunError(
-                f"TensorBoard events cannot be written to {describe_write_error(self._path or self.directory, error)}, "
-                "or turn it off: logger=[]"
-            ) from error
+        """Append events in one write.
+
+        Raises:
+            OSError: The directory or the file cannot be written.
+        """
+        if self._file is None:
+            self._open()
+        self._append(events)
 
     def close(self) -> None:
         """Close the file. The method may be called twice."""

@@ -87,7 +87,7 @@ def declaration(
 
 
 def declare(directory: Path, declared: api_pb2.Experiment) -> None:
-    """Write the declaration of a sweep to its directory, and replace an existing one. Raise RunError on failure."""
+    """Write the declaration of a sweep to its directory, and replace an existing one. Raise OSError on failure."""
     from exp.tensorboard.event_file import EventFile
 
     withdraw(directory)
@@ -169,7 +169,7 @@ def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequen
         status: failed or interrupted.
 
     Raises:
-        RunError: The file cannot be written.
+        OSError: The file cannot be written.
     """
     from exp.tensorboard.event_file import EventFile
 

@@ -41,7 +41,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     encoded and written together. A write occurs when 200 events are buffered, when a value arrives `flush_seconds`
     after the last write, and in `save`, `finalize` and `end`. The first write creates the file. Values may follow
     `finalize`, because the test stage follows fit. If the folder cannot be written, or the disk is full, calls that
-    write raise RunError, and later values are dropped.
+    write raise OSError.
 
     Args:
         directory: Run directory; set by build.py.
@@ -193,7 +193,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         event = Event(wall_time=time.time(), summary=end_summary(status))
         self._write([event] if status == "completed" else [])
         self._file.close()
-        if status != "completed" and not self._file.failed:
+        if status != "completed":
             end = EventFile(self.directory, suffix=UNFINISHED)
             end.write([event])
             end.close()

@@ -153,8 +153,8 @@ def shorten_config(
     from omegaconf import OmegaConf, open_dict
 
     from exp.check.starting_point import root_of
-    from exp.config.copying import copy_config
     from exp.config.frozen import COMPOSITION
+    from exp.config.reading import copy_config
 
     short = copy_config(config)
     kept, _ = split_callbacks(decided)

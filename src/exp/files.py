@@ -224,9 +224,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def natural_order(path: Path) -> list[tuple[int, int, str]]:
-    """Return a sort key for paths that compares the numbers in names by value, so that 9 comes before 10."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

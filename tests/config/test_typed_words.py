@@ -1,6 +1,5 @@
 """Values of Hydra and Lightning that exp accepts: directories on other disks, a mode, gpu, numbers."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,11 +80,6 @@ def test_the_mode_of_a_file_is_an_error(capsys):
     assert check(["experiment=search", "model=mlp"]) == 2
     assert "hydra.mode: " in (text := capsys.readouterr().err)
     assert "-m" in text
-
-
-def test_gpu_is_lightnings_word_for_the_kind_that_a_machine_has():
-    kind = "mps" if sys.platform == "darwin" else "cuda"
-    assert exp.compose(["launch.accelerator=gpu"]).launch.accelerator == kind
 
 
 def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():

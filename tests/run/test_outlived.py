@@ -230,8 +230,8 @@ def test_each_unwritable_output_is_reported_once(write: Any) -> None:
             "+callbacks.spoils={_target_: spoils.Spoils}",
         )
     assert errors.keys() == {"logger.tensorboard", "logger.csv", "logger.store", "table.csv", "the progress display"}
-    assert f"{NO_SPACE}. Make room there" in errors["logger.tensorboard"]
-    assert "Is a directory. Fix that" in errors["logger.csv"]
+    assert errors["logger.tensorboard"] == NO_SPACE
+    assert errors["logger.csv"].startswith("Is a directory")
     assert errors["logger.store"] == os.strerror(errno.ESTALE)
     assert sys.modules["stores"].Store.calls == 1
     assert all(f"- {what}: {error}" in as_markdown(report) for what, error in errors.items())

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
+from exp.hooks.panels import Text
 from exp.tensorboard.logger import TensorBoardLogger
 
 
@@ -36,7 +37,7 @@ def test_scalars_are_read_at_their_steps(tmp_path):
     for step in range(1, 101):
         logger.log_metrics({"loss/train": 1 / step, "optimizer/lr/default": 0.5}, step)
     logger.log_metrics({"loss/val": math.nan}, 100)
-    logger.log_text("config", "```yaml\nseed: 0\n```")
+    logger.log_panels({"config": Text("```yaml\nseed: 0\n```")}, 0)
     logger.finalize("success")
     losses = points(tmp_path, "loss/train")
     assert [step for step, _ in losses] == list(range(1, 101))
@@ -103,7 +104,6 @@ def test_only_rank_zero_writes(tmp_path, monkeypatch):
     logger = TensorBoardLogger(directory=tmp_path)
     logger.log_metrics({"loss/train": 1.0}, 1)
     logger.log_hyperparams({"seed": 0})
-    logger.log_text("config", "")
     logger.experiment.add_text("note", "")
     logger.purge(1)
     logger.end("completed")
@@ -126,6 +126,7 @@ def test_a_full_disk_is_an_error(tmp_path):
             log_steps(logger, 2000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logger.finalize("failed")
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from exp.check.plan import Resolved
 from exp.check.rules import weights_of_run
 from exp.check.stages import concern_keys, first_stage, second_stage
 from exp.config.frozen import ALLOWED, COMPOSITION
 from exp.config.module_key import brings_data
-from exp.config.reading import ACCELERATOR, GPU, Values, copy_config, is_open, raw_values, read
+from exp.config.reading import Values, copy_config, is_open, raw_values, read
 from exp.config.resolvers import use_resolvers
 from exp.config.settings import Settings, settings_of
 from exp.data.data_errors import SampleError
@@ -35,8 +35,6 @@ def resolve(config: DictConfig) -> Resolved:
     config = copy_config(config)
     use_resolvers(config, allow=_allowed_packages(config))
     reading = read(config)
-    if Values(reading[0])[ACCELERATOR] == GPU:
-        OmegaConf.update(config, ACCELERATOR, GPU)  # the value may be an interpolation, so set its result
     first = first_stage(reading)
     asked = _beginnings(config, first)
     errors: list[ErrorDetails] = []

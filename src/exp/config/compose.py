@@ -17,7 +17,7 @@ from exp.config.hydra_adapter import HYDRAS, Layer, compose_groups, hydra_config
 from exp.config.hydra_node import directory_of, hydra_node_errors, resolve_hydra_values
 from exp.config.left_out import leave_out
 from exp.config.overrides import Line, apply_values, checked_lines, for_hydra, ignored_choices
-from exp.config.reading import copy_config, name_gpu, secrets_kept
+from exp.config.reading import copy_config, secrets_kept
 from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
@@ -187,7 +187,6 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
             # Layers are stored as texts, because OmegaConf takes longer to create mappings than Hydra to compose.
             "layers": [literal(layer.text) for layer in composition.layers if layer.file is not None],
         }
-    name_gpu(config)
     leave_out(config)
     return config
 

@@ -56,11 +56,9 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     if own[0].startswith(("+", "~")) or not isinstance(path, str):
         raise _refusal(own[0], f"{KEY}=DIR, {WHERE}")
     run = Path(path)
-    jobs = sorted(path.parent.name for path in run.glob("*/config.yaml"))
     for name in ("config.yaml", "overrides.yaml"):
         if not (run / name).is_file():
-            got = f"{run}, a directory of {len(jobs)} runs" if jobs else f"{run}, which holds no {name}"
-            raise _refusal(got, WHERE, f"Write {KEY}={run / jobs[0]}" if jobs else None)
+            raise _refusal(f"{run}, which has no {name}", WHERE)
     if not isinstance(read_overrides(run), list):
         raise _refusal(f"{run}, whose overrides.yaml is not a list", "the file that exp wrote")
     return run, others

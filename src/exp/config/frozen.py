@@ -203,7 +203,11 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         if override.startswith("~") or key.startswith("hydra"):
             continue
         value = known[key.partition("@")[0]]
-        values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
+        is_added = override.startswith("+") and isinstance(value, dict) and key in values
+        if is_added:
+            values[key] = f"{values[key]}, {typed}"
+        else:
+            values[key] = typed if value in (None, UNKNOWN) or isinstance(value, dict | list) else value
     if known["tags"]:
         values["tags"] = ", ".join(map(str, known["tags"]))
     return values

@@ -82,7 +82,7 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
 
 
 def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
-    """Return the packages that the command line allows by overrides of `security.allow` or `security`."""
+    """Return the packages that the command line allows by overrides of `security.allow`."""
     found: set[str] = set()
     for text in overrides:
         if "security" not in text:
@@ -91,11 +91,8 @@ def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
             line = parse_override(text)
         except (HydraException, RecursionError):
             continue  # checked_lines reports the error
-        value = None if line.is_sweep_override() or line.is_delete() else line.value()
-        if line.key_or_group == "security" and isinstance(value, dict):
-            value = next((inner for name, inner in value.items() if str(name) == "allow"), None)
-        elif line.key_or_group != "security.allow":
-            continue
+        is_value = line.key_or_group == "security.allow" and not line.is_sweep_override() and not line.is_delete()
+        value = line.value() if is_value else None
         if isinstance(value, list):
             found |= set(map(str, value))
     return sorted(found)

@@ -5,17 +5,12 @@ Functions return a fix for an error message, such as `Write precision=bf16`. A t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import PurePath
 from typing import Any
 
 from exp.spelling import habits
-
-# Names of tags in lightning-hydra-template and Lightning, such as `val/acc_best` and `val_loss`.
-TAG = re.compile(r"(train|val|valid|validation|test)[/_](\w+?)(?:_best|_epoch|_step)?")
-MEASURES = {"acc": "accuracy"}
 
 
 def fix_of_key(key: str, value: str) -> str | None:
@@ -29,8 +24,6 @@ def fix_of_key(key: str, value: str) -> str | None:
     if key in keys:
         if (fix := fix_of_value(key, value)) is not None:
             return fix
-        if keys[key].startswith("Write monitor="):
-            value = tag_of(value)
         # The template has brackets around the value. They are removed if the value is a list.
         template = keys[key].replace("[{value}]", "{value}") if value.startswith("[") else keys[key]
         return template.format(value=value, rest="")
@@ -97,16 +90,3 @@ def _fix_of_choice(group: str, word: str) -> str | None:
 def _entry(table: Mapping[str, Any], first: str, second: str) -> str | None:
     found: str | None = table[first][second] if first in table and second in table[first] else None
     return found
-
-
-def tag_of(value: str) -> str:
-    """Return the tag of exp, such as `accuracy/val`, for a tag of Lightning or its template, such as `val/acc_best`.
-
-    Any other text is returned unchanged.
-    """
-    found = TAG.fullmatch(value.strip("'\""))
-    if found is None:
-        return value
-    stage = "val" if found[1].startswith("val") else found[1]
-    measure = MEASURES[found[2]] if found[2] in MEASURES else found[2]
-    return f"{measure}/{stage}"

@@ -84,7 +84,6 @@ REFUSED_CHOICES = {
 }  # fmt: skip
 # Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
 # pickled bytes, because a composition changes them.
-MOST_LOADED = 1_024
 _loaded: dict[tuple[object, ...], bytes] = {}
 
 
@@ -135,8 +134,6 @@ class ConfigFolder(ConfigSource):
         if state in _loaded:
             return cast(ConfigResult, pickle.loads(_loaded[state]))
         result = self._read(file, config_path)
-        if len(_loaded) >= MOST_LOADED:
-            _loaded.clear()
         _loaded[state] = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         return result
 

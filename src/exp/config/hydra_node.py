@@ -44,20 +44,10 @@ REFUSED = {
 
 # A directory may begin with an environment variable, because its value comes from the user's shell.
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
-# Values without an effect, which are therefore accepted.
-HARMLESS: Mapping[str, tuple[object, ...]] = {
-    "hydra.job.chdir": (False, None),
-    "hydra.output_subdir": (None,),
-    "hydra.verbose": (False,),
-    "hydra/job_logging": ("none", "disabled"),
-    "hydra/hydra_logging": ("none", "disabled"),
-}
 
 
 def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
     """Return the error of an override of one of Hydra's own settings; None if the override is allowed."""
-    if key in HARMLESS and value in HARMLESS[key]:
-        return None
     if key == "hydra.searchpath":
         return searchpath_error(value)
     if "/" in key:

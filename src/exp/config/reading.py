@@ -11,7 +11,6 @@ import copy
 import os
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -36,9 +35,6 @@ OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num
 NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
 NOT_SET = "environment variable"
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
-ACCELERATOR = "launch.accelerator"
-# The kind of GPU of this platform.
-GPU = "mps" if sys.platform == "darwin" else "cuda"
 
 
 class Unknown:
@@ -113,17 +109,6 @@ def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
     """
     reader = _Reader(config, is_data_read=is_data_read)
     return reader.mapping(config, reader.raw, "", 0), reader.errors
-
-
-def name_gpu(config: DictConfig) -> None:
-    """Replace Lightning's accelerator `gpu` by the GPU of this platform, `cuda` or `mps`.
-
-    An interpolation is not resolved here, because it may call a function that is not checked yet. If its value is
-    `gpu`, `read` replaces it.
-    """
-    launch = held_node(config, "launch")
-    if isinstance(launch, DictConfig) and raw_values(launch).get("accelerator") == "gpu":
-        launch.accelerator = GPU
 
 
 def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
@@ -220,7 +205,7 @@ class _Reader:
             return self.too_large(key)
         try:
             value: object = node[name]
-            return GPU if key == ACCELERATOR and value == "gpu" else value
+            return value
         except InterpolationToMissingValueError:
             return UNKNOWN  # the missing value is reported at its own key
         except (OmegaConfBaseException, RecursionError) as error:

@@ -59,23 +59,18 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
         ValueError: The table is damaged.
     """
     beginning = f"{tag}/"
-    kept: list[tuple[int, list[str]]] = []
+    columns: list[tuple[int, list[str]]] = []
     names: list[str] = []
-    count, every = 0, 1
     for row in StepTable(directory / TABLE).read():
         names = names or [name for name in row if name.startswith(beginning)]
-        column = int(row[STEP]), [row[name] for name in names]
-        if not any(column[1]):
-            continue
-        if kept and (count - 1) % every:
-            kept.pop()  # removed, because it was kept only as the last column so far
-        kept.append(column)
-        count += 1
-        if len(kept) > MOST_COLUMNS:
-            every *= 2
-            kept = [*kept[:-1:2], kept[-1]]
-    if not kept:
+        cells = [row[name] for name in names]
+        if any(cells):
+            columns.append((int(row[STEP]), cells))
+    if not columns:
         return None
+    kept = columns[:: -(-len(columns) // MOST_COLUMNS)]
+    if kept[-1] is not columns[-1]:
+        kept[-1] = columns[-1]
     # A value that is not finite is marked as infinite, to distinguish it from a missing value.
     numbers = np.array([[float(cell) if cell else np.nan for cell in cells] for _, cells in kept]).T
     is_lost = np.array([[bool(cell) for cell in cells] for _, cells in kept]).T & ~np.isfinite(numbers)

@@ -15,7 +15,7 @@ from annotated_types import Ge
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.hooks.panels import Panel
-from exp.loggers.run_logger import Description, LeftOut, RunLogger
+from exp.loggers.run_logger import Description, RunLogger
 from exp.loggers.step_table import StepTable
 
 
@@ -35,7 +35,6 @@ class CsvLogger(RunLogger):
         self.flush_seconds = flush_seconds
         self._table = StepTable(self.path)
         self._last_write = time.time()
-        self._left_out = LeftOut(name="csv", kinds=())
 
     @property
     def name(self) -> str:
@@ -71,8 +70,7 @@ class CsvLogger(RunLogger):
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Log a message, once per class, about panels that a table cannot contain."""
-        self._left_out.select(panels)
+        """Do nothing, because a table contains only numbers."""
 
     @rank_zero_only
     def purge(self, step: int) -> None:

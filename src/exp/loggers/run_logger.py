@@ -1,10 +1,9 @@
-"""Base class of exp's loggers, with descriptions of runs, unsupported panels, and notes for a resume."""
+"""Base class of exp's loggers, with descriptions of runs and notes for a resume."""
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
 import shlex
 from abc import abstractmethod
@@ -68,10 +67,7 @@ class RunLogger(Logger):
 
     @abstractmethod
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Log histograms, images, texts and curves by tag, with tensors on the CPU.
-
-        Report each unsupported class once.
-        """
+        """Log histograms, images, texts and curves by tag, with tensors on the CPU. Skip unsupported classes."""
 
     @abstractmethod
     def purge(self, step: int) -> None:
@@ -197,34 +193,6 @@ class Notes:
     def keep(self, **values: object) -> None:
         self.values.update(values)
         write_atomic(self.path, json.dumps(self.values) + "\n")
-
-
-log = logging.getLogger(__name__)
-
-
-class LeftOut:
-    """Filter for the panels that a logger supports. Each unsupported class is logged once.
-
-    Args:
-        name: Name of the logger in the config.
-        kinds: Classes of panels that the logger supports.
-    """
-
-    def __init__(self, *, name: str, kinds: tuple[type[Panel], ...]) -> None:
-        self._name = name
-        self._kinds = kinds
-        self._said: set[type[Panel]] = set()
-
-    def select(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
-        shown = {}
-        for tag, panel in panels.items():
-            if isinstance(panel, self._kinds):
-                shown[tag] = panel
-            elif type(panel) not in self._said:
-                self._said.add(type(panel))
-                kind = type(panel).__name__
-                log.info("logger %s cannot show a %s: %s and similar panels are left out", self._name, kind, tag)
-        return shown
 
 
 # The Text tab freezes on a longer diff. provenance.json contains the whole diff.

@@ -73,13 +73,11 @@ class Axis:
     def domain(self) -> Domain | None:
         """Return the values for the HParams page of TensorBoard. Return None if they depend on the config of a job."""
         if self.is_interval:
-            return Domain(low=self.low, high=self.high)
+            return self.low, self.high
         parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
         if any("${" in str(value) for _, value in parsed):
             return None
-        return Domain(
-            values=[text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
-        )
+        return [text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
 
     def texts_of(self, wanted: object) -> tuple[str, ...]:
         """Return the texts in the list that mean a value. For example, `1e-3` means 0.001."""

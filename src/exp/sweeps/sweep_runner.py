@@ -97,7 +97,6 @@ class SweepRunner:
                     queue.again(job)
                 else:
                     row = self._view.row_of(job, outcome, seconds=seconds)
-                    self._view.end_session(job, row)
                     self._record(row, queue)
         for job in queue.rest():
             self._view.record(self._row_without_run(job) or self._view.row_of(job, None))

@@ -19,7 +19,7 @@ from exp.run_report import Report
 from exp.sweeps.jobs import Job
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, print_table, write_table
 from exp.sweeps.sweep_settings import SweepSettings
-from exp.tensorboard.hparams import declaration, declare, write_bad_end
+from exp.tensorboard.hparams import declaration, declare
 
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
 # A table with at least TABLE_ROWS rows is written at most every TABLE_SECONDS seconds. The pause is also at least
@@ -152,17 +152,6 @@ class SweepView:
             tags += compared_tags(job.plain, is_trial=self._settings.is_search)
         try:
             declare(self._directory, declaration(values, [*dict.fromkeys(tags)], domains=domains))
-        except OSError as error:
-            place = describe_write_error(self._directory, error)
-            print(f"the sweep cannot be shown in TensorBoard: {place}", file=sys.stderr)
-
-    def end_session(self, job: Job, row: Row) -> None:
-        """Write the end of a job for TensorBoard if the job did not end normally."""
-        if row.status in FINISHED or not row.directory or not _has_tensorboard(job):
-            return
-        params, tags = chosen_values(job.plain, job_overrides(job.overrides)), compared_tags(job.plain)
-        try:
-            write_bad_end(self._directory / row.directory, params, tags, status=row.status)
         except OSError as error:
             place = describe_write_error(self._directory, error)
             print(f"the sweep cannot be shown in TensorBoard: {place}", file=sys.stderr)

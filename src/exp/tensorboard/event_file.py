@@ -42,9 +42,13 @@ class EventFile:
         Raises:
             OSError: The directory or the file cannot be written.
         """
-        if self._file is None:
-            self._open()
-        self._append(events)
+        try:
+            if self._file is None:
+                self._open()
+            self._append(events)
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the file. The method may be called twice."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -44,19 +43,8 @@ _STATUS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Domain:
-    """Domain of a swept key.
-
-    Attributes:
-        values: Values of a list. None means the interval from `low` to `high`. Default: None.
-        low: Lower end of the interval. Default: 0.
-        high: Upper end of the interval. Default: 0.
-    """
-
-    values: Sequence[object] | None = None
-    low: float = 0.0
-    high: float = 0.0
+# Domain of a swept key: the values of a list, or the two ends of an interval.
+Domain = list[object] | tuple[float, float]
 
 
 def declaration(
@@ -75,12 +63,12 @@ def declaration(
     )
     for key, values in params.items():
         domain = (domains or {}).get(key)
-        listed = list(values if domain is None or domain.values is None else domain.values)
+        listed = domain if isinstance(domain, list) else list(values)
         kind = _data_type(listed)
         shown = [_text(value) for value in listed] if kind == api_pb2.DATA_TYPE_STRING else listed
         info = found.hparam_infos.add(name=key, type=kind, differs=domain is not None)
-        if domain is not None and domain.values is None:
-            info.domain_interval.min_value, info.domain_interval.max_value = domain.low, domain.high
+        if isinstance(domain, tuple):
+            info.domain_interval.min_value, info.domain_interval.max_value = domain
         elif domain is not None:
             info.domain_discrete.extend(shown)
     return found
@@ -157,31 +145,6 @@ def end_summary(status: str) -> Summary:
     """
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
     return _summary(END_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
-
-
-def write_bad_end(directory: Path, params: Mapping[str, object], metrics: Sequence[str], *, status: str) -> None:
-    """Write the end of a run whose process died. If the start is missing, write it, too.
-
-    Args:
-        directory: Run directory.
-        params: Values by dotted key.
-        metrics: Tags of scalars.
-        status: failed or interrupted.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    from exp.tensorboard.event_file import EventFile
-
-    below = directory / "tensorboard"
-    if any(below.glob(EVENTS + UNFINISHED)):
-        return
-    summaries = [end_summary(status)]
-    if not has_begun(below):
-        summaries = [*start_summaries(params, metrics, declared=declared_above(directory)), *summaries]
-    file = EventFile(below, suffix=UNFINISHED)
-    file.write([Event(wall_time=time.time(), summary=one) for one in summaries])
-    file.close()
 
 
 def has_begun(directory: Path) -> bool:

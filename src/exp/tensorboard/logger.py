@@ -144,11 +144,6 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         self._write(Event(wall_time=time.time(), summary=one) for one in summaries)
 
     @rank_zero_only
-    def log_text(self, tag: str, text: str, step: int = 0) -> None:
-        """Write a Markdown text to the Text tab."""
-        self._write([Event(wall_time=time.time(), step=step, summary=Summary(value=[text_value(tag, text)]))])
-
-    @rank_zero_only
     def purge(self, step: int) -> None:
         """Mark earlier values from step `step` onward as invalid, because a resumed run starts at this step.
 

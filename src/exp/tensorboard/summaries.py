@@ -104,13 +104,11 @@ CHARTS: dict[str, dict[str, str]] = {
         "samples and tokens a second": r"^throughput/(samples|tokens)_per_second$",
     },
     "Gradients": {
-        "norm of each parameter": r"^gradients/norm/(?!total)",
-        "norm of each parameter, clipped": r"^gradients/norm_clipped/(?!total)",
+        "norm of each parameter": r"^gradients/norm(_clipped)?/(?!total)",
         "norm at what modules return": r"^gradients/output_norm/",
         "update to weight of each parameter": r"^gradients/update_ratio/(?!total)",
         "norm of single samples": r"^per_sample_gradients/norm",
-        "noise scale": r"^per_sample_gradients/noise_scale",
-        "noise scale, its parts": r"^per_sample_gradients/(covariance_trace|squared_norm)",
+        "noise scale": r"^per_sample_gradients/(noise_scale|covariance_trace|squared_norm)",
     },
     "Activations": {
         "mean": r"^activations/mean/",
@@ -120,14 +118,10 @@ CHARTS: dict[str, dict[str, str]] = {
         "share saturated": r"^activations/saturated/",
     },
     "Memory": {
-        "parts, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib$",
-        "parts over ranks, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib/",
-        "device, MiB": r"^memory/(allocated|reserved|peak)_mib$",
-        "device, peak by phase, MiB": r"^memory/peak_[a-z]+_mib$",
-        "device over ranks, MiB": r"^memory/(allocated|reserved|peak[a-z_]*)_mib/",
+        "parts, MiB": r"^memory/(parameters|gradients|optimizer|activations)_mib",
+        "device, MiB": r"^memory/(allocated|reserved|peak[a-z_]*)_mib",
         "device, fragmentation": r"^memory/fragmentation",
-        "host, MiB": r"^memory/host_[a-z_]+_mib$",
-        "host over ranks, MiB": r"^memory/host_[a-z_]+_mib/",
+        "host, MiB": r"^memory/host_[a-z_]+_mib",
     },
     "Precision": {
         "loss scale": r"^precision/loss_scale",

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import MissingExtraError, is_installed
 from exp.hooks.panels import Image, Panel, Text
-from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
+from exp.loggers.run_logger import Description, Notes, RunLogger
 
 if not is_installed("mlflow"):
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
@@ -77,7 +77,6 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self._rows = 0
         self._last_write = time.time()
         self._reached: dict[str, int] = {}
-        self._left_out = LeftOut(name="mlflow", kinds=(Image, Text))
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
@@ -110,7 +109,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        for tag, panel in self._left_out.select(panels).items():
+        for tag, panel in panels.items():
             if isinstance(panel, Text):
                 self.experiment.log_text(self.run_id, panel.markdown, f"{tag}/{step}.md")
             elif isinstance(panel, Image):

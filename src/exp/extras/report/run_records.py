@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast
 from exp.config.reading import UNKNOWN, Values
 from exp.config.yaml_files import read_yaml
 from exp.errors import ConfigError, ExpError, shorten
-from exp.files import is_locked, natural_order
+from exp.files import is_locked
 from exp.redaction import mask_secrets
 from exp.run_report import DAMAGE as REPORT_DAMAGE
 from exp.run_report import parse_report
@@ -114,7 +115,7 @@ def find_runs(places: Sequence[Path]) -> Found:
                 found.setdefault(os.path.realpath(folder), Path(folder).absolute())
                 inner.clear()
             inner[:] = [name for name in inner if not name.startswith(".") and name not in SKIPPED]
-    return Found(runs=sorted(found.values(), key=natural_order), problems=list(problems))
+    return Found(runs=sorted(found.values(), key=_natural_order), problems=list(problems))
 
 
 def is_run(folder: Path, *, names: Collection[str]) -> bool:
@@ -268,3 +269,9 @@ def _facts(path: Path) -> dict[str, Any]:
         "peak_memory_mib": None if peak is None else float(peak),
         "error": mask_secrets(next(iter(error.strip().splitlines()), "")),
     }
+
+
+def _natural_order(path: Path) -> list[tuple[int, int, str]]:
+    """Return a sort key for paths that compares the numbers in names by value, so that 9 comes before 10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from exp.errors import MissingExtraError, is_installed
 from exp.hooks.panels import Histogram, Image, Panel, Text
-from exp.loggers.run_logger import Description, LeftOut, Notes, RunLogger
+from exp.loggers.run_logger import Description, Notes, RunLogger
 
 if not is_installed("wandb"):
     raise MissingExtraError(feature="logger=wandb", package="wandb", extra="wandb")
@@ -55,7 +55,6 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             mode="offline" if offline else "online",
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._left_out = LeftOut(name="wandb", kinds=(Histogram, Image, Text))
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
@@ -81,9 +80,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        shown = self._left_out.select(panels)
+        shown = {tag: _media(panel) for tag, panel in panels.items() if isinstance(panel, Histogram | Image | Text)}
         if shown:
-            self.log_metrics({tag: _media(panel) for tag, panel in shown.items()}, step)
+            self.log_metrics(shown, step)
 
     @rank_zero_only
     def purge(self, step: int) -> None:

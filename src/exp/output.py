@@ -101,9 +101,6 @@ class SafeStream:
                 self._lose(error)
         return len(text)
 
-    def writelines(self, lines: Sequence[str]) -> None:
-        self.write("".join(lines))
-
     def flush(self) -> None:
         if self.lost is None:
             try:

@@ -271,24 +271,22 @@ def test_a_sweep_may_start_from_a_run(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["from_run=nope"], r"from_run: nope, which holds no config.yaml; expected a run directory"),
-        (["from_run=file"], r"from_run: file, which holds no config.yaml; expected a run directory"),
-        (["from_run=empty"], r"from_run: empty, which holds no config.yaml; expected a run directory"),
-        (["from_run=half"], r"from_run: half, which holds no overrides.yaml"),
-        (["from_run=wrong"], r"from_run: wrong, whose overrides.yaml is not a list"),
-        (["from_run=sweep"], r"from_run: sweep, a directory of 1 runs; .*Write from_run=sweep/0"),
+        (["from_run=nope"], r"from_run: nope, which has no config.yaml; expected a run directory"),
+        (["from_run=file"], r"from_run: file, which has no config.yaml; expected a run directory"),
+        (["from_run=empty"], r"from_run: empty, which has no config.yaml; expected a run directory"),
+        (["from_run=half"], r"from_run: half, which has no overrides.yaml"),
+        (["from_run=sweep"], r"from_run: sweep, which has no config.yaml"),
         (["from_run=a,b"], r"from_run: from_run=a,b; expected one run. Sweep over what differs"),
         (["+from_run=half"], r"expected from_run=DIR"),
-        (["from_run=a b=c"], r"from_run: a b=c; expected a run directory.*Quote it"),
+        (["from_run=a b=c"], r"from_run: .*a b=c.* cannot be read"),
     ],
 )
 def test_a_directory_without_a_run_is_an_error(folder, words, message):
     (folder / "file").touch()
-    for name in ("empty", "half", "wrong", "sweep/0"):
+    for name in ("empty", "half", "sweep/0"):
         (folder / name).mkdir(parents=True)
         if name != "empty":
             (folder / name / "config.yaml").write_text("seed: 1\n")
-    (folder / "wrong" / "overrides.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match=message):
         compose(words)
 

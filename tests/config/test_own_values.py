@@ -214,9 +214,8 @@ def test_an_option_can_be_placed_elsewhere(place):
     config = exp.compose(["+model@vars.teacher=mlp", "model=lenet"])
     assert config.vars.teacher.layers.stem.out_features == config.vars.teacher.constants.width
     assert check(["+model@model.layers.extra=mlp"]) == 0
-    assert refused("+model@teacher=mlp")["model@teacher"].fix.startswith("Write +model@vars.teacher=mlp, ")
+    assert refused("+model@teacher=mlp")["teacher"].fix.startswith("Put it below vars, ")
     assert refused("model@vars.teacher=mlp")["model@vars.teacher"].fix == "Write +model@vars.teacher=mlp"
-    assert refused("model@model=mlp")["model@model"].fix == "Write model=mlp"
     assert "data.extra" in refused("+data@data.extra=wine")
 
 

@@ -62,11 +62,9 @@ def metrics(group: Any) -> dict[str, float]:
 
 
 def test_the_names_are_those_of_tensorboard():
-    assert hparams.PLUGIN == metadata.PLUGIN_NAME
     assert hparams.EXPERIMENT_TAG == metadata.EXPERIMENT_TAG
     assert hparams.START_TAG == metadata.SESSION_START_INFO_TAG
     assert hparams.END_TAG == metadata.SESSION_END_INFO_TAG
-    assert metadata.PLUGIN_DATA_VERSION == 0
 
 
 def test_values_of_an_axis_have_types():

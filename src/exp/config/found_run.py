@@ -47,9 +47,8 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, others
     try:
         parsed = parse_override(own[0])
-    except (HydraException, RecursionError) as error:
-        fix = f"Quote it, once more for a shell: \"{KEY}='DIR'\""
-        raise _refusal(own[0].partition("=")[2], WHERE, fix) from error
+    except (HydraException, RecursionError):
+        return None, list(overrides)  # checked_lines reports the error
     if len(own) > 1 or parsed.is_sweep_override():
         raise _refusal(" ".join(own), "one run", "Sweep over what differs from it: -m from_run=DIR seed=0,1,2")
     path: object = parsed.value()
@@ -59,8 +58,6 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     for name in ("config.yaml", "overrides.yaml"):
         if not (run / name).is_file():
             raise _refusal(f"{run}, which has no {name}", WHERE)
-    if not isinstance(read_overrides(run), list):
-        raise _refusal(f"{run}, whose overrides.yaml is not a list", "the file that exp wrote")
     return run, others
 
 

@@ -70,16 +70,9 @@ REFUSED_CHOICES = {
     r"Could not override '(?P<group>[^']+)'.*To append to your default list use (?P<added>\S+)": (
         "= on a group without a choice in the defaults list", "+ to add to it", "Write {added}",
     ),
-    r"In '(?P<file>(?P<group>[^'/]+)[^']*)': .*Cannot merge ((Dict|List)Config with|incompatible container)": (
-        "a mapping for a list of another file, or a list for a mapping", "the same kind in both",
-        "Write it on the command line, where it replaces the other",
-    ),
     r"(?P<group>[\w/]+) appears more than once in the final defaults list": (
         "two entries of the defaults list", "one entry that the others override",
         "Write `- /{group}/NAME` in a file that selects an option which the command line may replace",
-    ),
-    r"Multiple values for (?P<group>[\w/]+)\.": (
-        "chosen by the defaults list already", "= to choose another", "Write {group}=NAME, without the +",
     ),
 }  # fmt: skip
 # Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
@@ -117,15 +110,12 @@ class Layer:
 class ConfigFolder(ConfigSource):
     """Hydra's source of configs for a directory of YAML files, with exp's size limits and error messages."""
 
-    # The file that was loaded last, by any instance.
-    last: Path | None = None
-
     @staticmethod
     def scheme() -> str:
         return "exp"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        file = ConfigFolder.last = self._file(config_path)
+        file = self._file(config_path)
         try:
             status = file.stat()
         except OSError as error:
@@ -205,7 +195,6 @@ def open_hydra(places: Sequence[Place]) -> Iterator[None]:
         kept = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         OpenPlaces.places = places
-        ConfigFolder.last = None
         try:
             with hydra.initialize_config_dir(str(OWN_CONF), job_name=JOB_NAME, version_base=VERSION_BASE):
                 yield
@@ -257,14 +246,6 @@ def compose_groups(
             loader = cast(Any, GlobalHydra.instance().config_loader())
             config = hydra.compose(config_name, list(overrides), return_hydra_config=True)
             defaults = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
-        except RecursionError as error:
-            if ConfigFolder.last is None:
-                raise
-            # The defaults lists form a circle. It closes in the last file that was loaded.
-            raise config_error(
-                "defaults", got="a defaults list that leads back to itself",
-                expected="configs that do not include each other", source=display_path(ConfigFolder.last),
-            ) from error  # fmt: skip
         except HYDRA_ERRORS as error:
             raise ConfigError([error_of(error)]) from error
     layers = [_layer(places, one.config_path or "", one.package or "") for one in defaults]

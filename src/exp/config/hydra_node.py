@@ -159,10 +159,6 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
     if word := next(_security_keys(plain), None):
         fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
         errors.append(ErrorDetails(f"{key}.params", word, "no key of security, which a sweep may not set", fix))
-    if isinstance(plain, dict) and plain.get("custom_search_space") is not None:
-        errors.append(
-            ErrorDetails(f"{key}.custom_search_space", "a function by its name", "values in hydra.sweeper.params")
-        )
     if name == "launcher" and isinstance(plain, dict):
         errors += cluster_errors({str(word): value for word, value in plain.items()})
     return errors

@@ -251,8 +251,6 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
         return _habit_error(line, fix)
     elif top not in vocabulary.words():
         return _unknown_top(line, top, vocabulary)
-    if line.parsed.package is not None and (error := _place_error(line, vocabulary)) is not None:
-        return error
     if line.is_sweep and not multirun:
         holds_list = isinstance(dict(leaves(vocabulary.declared)).get(line.key), list)
         takes_list = vocabulary.kind(line.group) == "many" if line.group else holds_list
@@ -260,20 +258,6 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
         got, fix = f"several values, {line.value_text}", f"Put -m in front for one job each{several}"
         return _error(line.key, got, "one value without -m", fix)
     return _choice_error(line, vocabulary) if line.group else _value_error(line, vocabulary)
-
-
-def _place_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of the key after the @ in an override such as `model@vars.teacher=mlp`."""
-    place, value = str(line.parsed.package), line.value_text
-    key = f"{line.key}@{place}"
-    if place == line.key.replace("/", "."):
-        return _error(key, "the group's default place", "the group alone", f"Write {line.key}={value}")
-    if place.partition(".")[0] not in vocabulary.keys:
-        fix = f"Write +{line.key}@vars.{place}={value}, and ${{vars.{place}}} where it is used"
-        return _error(key, "a place outside the known keys", "a place below one of them", fix)
-    if line.sign == "":
-        return _error(key, "= on a place that is empty", "+ to add", f"Write +{line.key}@{place}={value}")
-    return None
 
 
 def _pair_error(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> ErrorDetails | None:
@@ -491,7 +475,9 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
         fix = f"Write {pair[1]}={pair[2]}" if pair else "Flags begin with -, see --help"
         return _error(key, f"{short!r} has no =", "key=value", fix_of_subcommand(text) or fix)
     if not KEY.fullmatch(typed):
-        return _error(key or "=", f"{short!r} begins with no key", "names joined by dots, or a group's name")
+        near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
+        fixed = f"Did you mean {_shorten(f'{near}={value}')}?" if KEY.fullmatch(near) else None
+        return _error(key or "=", f"{short!r} begins with no key", "names joined by dots, or a group's name", fixed)
     message = str(error).split("\nSee ")[0].splitlines()
     problem = next((line for line in message if not line.startswith("Error parsing over")), type(error).__name__)
     got = f"{short!r} cannot be read: {re.sub(r'.* while evaluating .*?: ', '', problem)[:120]}"

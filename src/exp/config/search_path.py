@@ -127,9 +127,7 @@ def plugin_places() -> list[Place]:
     places = []
     for point in conf_points():
         directory = _conf_of(point.module)
-        if directory is None:
-            print(f"exp: the plug-in {point.name} has no directory of configs in {point.value}", file=sys.stderr)
-        else:
+        if directory is not None:
             places.append(Place(provider=point.name, directory=directory))
     return places
 

@@ -356,17 +356,10 @@ def _absent_error(dotted: str, module: ModuleType, *, home: str) -> TargetError:
 
 def _absent_module_error(dotted: str, missing: str) -> TargetError:
     parent, _, word = missing.rpartition(".")
-    name = dotted.rpartition(".")[2]
-    fix = None
-    if parent in sys.modules:
-        own = vars(sys.modules[parent])
-        if name in own or (word in own and inspect.isclass(own[word])):
-            fix = f"Did you mean {parent}.{name if name in own else word}?"
-        else:
-            # iter_modules lists the names of files and imports no module.
-            path = getattr(sys.modules[parent], "__path__", None) or []
-            near = find_nearest(word, [found.name for found in pkgutil.iter_modules(path)])
-            fix = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?" if near else None
+    # iter_modules lists the names of files and imports no module.
+    path = getattr(sys.modules.get(parent), "__path__", None) or []
+    near = find_nearest(word, [found.name for found in pkgutil.iter_modules(path)])
+    fix = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?" if near else None
     return TargetError(f"{dotted}: no module {missing}", "a class in a module", fix)
 
 

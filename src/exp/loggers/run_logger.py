@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import Logger
 
 from exp.config.frozen import chosen_values, compared_tags
-from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError, RunError
+from exp.errors import REFUSALS, ConfigError, ExpError, Interrupted, MissingExtraError
 from exp.files import write_atomic
 from exp.hooks.panels import Panel
 from exp.output import warn_not_written
@@ -175,20 +175,14 @@ class Notes:
     """Small JSON file with the id of the run in a logger's store, and the last written step.
 
     Raises:
-        RunError: The file cannot be read.
-        OSError: The file cannot be written.
+        OSError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values: dict[str, Any] = {}
         if path.is_file():
-            try:
-                self.values = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise RunError(
-                    f"{path} cannot be read: {error}; without it the logger starts a new run there"
-                ) from error
+            self.values = json.loads(path.read_text(encoding="utf-8"))
 
     def keep(self, **values: object) -> None:
         self.values.update(values)

@@ -13,10 +13,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from exp.spelling import show
@@ -24,7 +21,6 @@ from exp.tensorboard.event_records import EVENTS, read_records
 
 # Copies of names in tensorboard.plugins.hparams.metadata, because importing that module takes longer than importing a
 # sweep. A test compares the names.
-PLUGIN = "hparams"
 EXPERIMENT_TAG = "_hparams_/experiment"
 START_TAG = "_hparams_/session_start_info"
 END_TAG = "_hparams_/session_end_info"
@@ -174,7 +170,7 @@ def _experiment(declared: api_pb2.Experiment) -> Summary:
 
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
-    about = SummaryMetadata.PluginData(plugin_name=PLUGIN, content=content.SerializeToString())
-    # TensorBoard uses only the metadata, so the value is an empty vector.
-    nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
-    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=about), tensor=nothing)])
+    from tensorboard.plugins.hparams import metadata
+
+    about = metadata.create_summary_metadata(content)
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])

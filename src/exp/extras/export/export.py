@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exp.lighter_imports import pause_garbage_collection
-from exp.lighter_imports import pause_garbage_collection
 from exp.output import command, survive_output_errors
 
 HELP = """Export the network of a saved run as an ONNX file, and compare the file with the network.

@@ -92,7 +92,7 @@ WRONG = [
     ("hydra/callbacks=x", "hydra/callbacks", "hydra/launcher or hydra/sweeper"),
     ("hydra.mode=MULTIRUN", "hydra.mode", "-m"),
     ("name=../../../x", "hydra.run.dir", "below the working directory"),
-    (f"name={'a' * 320}", "name", "aaaa..., 320 characters; expected a path of fewer"),
+    (f"name={'a' * 320}", "hydra.run.dir", "characters; expected a path of fewer"),
     ("seed=" + "[" * 400 + "]" * 400, "seed", "nested too deeply"),
     ("seed=" + "x" * 30_000, "seed", "30005 characters"),
     ("--help", "--help", "Flags begin with -"),

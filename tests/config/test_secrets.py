@@ -136,7 +136,7 @@ def test_a_secret_in_a_folder_name_is_refused(capfd, place):
     for word in (f"name='{KEPT}'", f"name='a_{KEPT}_b'", f"hydra.run.dir='outputs/{KEPT}'", "name='${data_dir}'"):
         assert train([word, f"data_dir='{KEPT}'"]) == 2
         screen = capfd.readouterr().err
-        assert "in the name of a folder" in screen
+        assert "in the path of a directory" in screen
         assert CANARY not in screen
     assert train(["-m", "seed=0,1", f"hydra.sweep.subdir='{KEPT}'"]) == 2
     assert CANARY not in capfd.readouterr().err

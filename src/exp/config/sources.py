@@ -64,7 +64,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
         `conf/model/mlp.yaml, line 4` for a file, or `command line`. If no file or override sets the key, the source of
             the nearest key above it. None if no source is known, or if exp.compose did not compose the config.
     """
-    setters = setters_of(config)
+    setters, key = setters_of(config), ".".join(split(key))
     for at in (key, *above(key)):
         # A file sets no key for its own node, so the line of its `_target_` is reported.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
@@ -75,7 +75,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
 
 def is_set(config: DictConfig, key: str) -> bool:
     """Return whether a file or the command line sets this key itself, not only a key above or below."""
-    return key in setters_of(config)
+    return ".".join(split(key)) in setters_of(config)
 
 
 def above(key: str) -> Iterator[str]:

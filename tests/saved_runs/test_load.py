@@ -167,14 +167,9 @@ def test_what_is_no_run_is_refused(digits, tmp_path):
         _ = digits.history
     copied = shutil.copytree(digits.directory, tmp_path / "copied")
     whole = (copied / "config.yaml").read_text()
-    cuts = (whole[: whole.index("\n", 1500)], whole[: whole.index("\nmodel:")], whole[: whole.index("\nweights:")])
-    for damaged, message in {
-        "- a\n- b\n": "is not as exp wrote it: it holds no mapping",
-        **dict.fromkeys(cuts, r"config\.yaml has no .*: the file is incomplete\. Restore the file"),
-    }.items():
-        (copied / "config.yaml").write_text(damaged)
-        with pytest.raises(RunError, match=message):
-            exp.load(copied)
+    (copied / "config.yaml").write_text("- a\n- b\n")
+    with pytest.raises(RunError, match="is not as exp wrote it: it holds no mapping"):
+        exp.load(copied)
     (copied / "config.yaml").write_text(whole.replace("out_features: 128", "out_features: 64"))
     with pytest.raises(RunError, match=r"has weights of another network than its config: .*hidden2"):
         exp.load(copied).network()

@@ -20,14 +20,13 @@ from exp.config.reading import UNKNOWN, raw_values, read
 from exp.config.slots import MANY
 from exp.config.versions import CHOSEN_CLASSES, REMOVED_VALUES, removed_keys
 from exp.errors import COMMAND_LINE, ConfigError, config_error
+from exp.spelling import among
 
 KEY = "from_run"
 # Keys that apply only to the existing run.
 LEFT_OUT = ("resume", "sweep")
 # Keys with values that exp determined, such as a path in place of `auto`.
 FOUND = (*LEFT_OUT, "weights.from")
-# The largest number of keys in one line of the report.
-MOST_SHOWN = 6
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
 
 
@@ -176,8 +175,7 @@ def override_texts(values: Mapping[str, object]) -> list[str]:
 def report_changes(run: Path, then: Mapping[str, object]) -> str:
     """Return a line that reports the values of a run that are different today, which the command sets."""
     pairs = [text.removeprefix("++") for text in override_texts(then)]
-    more = f" and {len(pairs) - MOST_SHOWN} more" if len(pairs) > MOST_SHOWN else ""
-    return f"as in {run}; the configs differ today: {', '.join(pairs[:MOST_SHOWN])}{more}"
+    return f"as in {run}; the configs differ today: {among(pairs)}"
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:

@@ -74,6 +74,9 @@ REFUSED_CHOICES = {
         "two entries of the defaults list", "one entry that the others override",
         "Write `- /{group}/NAME` in a file that selects an option which the command line may replace",
     ),
+    r"Multiple values for (?P<group>[\w/]+)\.": (
+        "chosen by the defaults list already", "= to choose another", "Write {group}=NAME, without the +",
+    ),
 }  # fmt: skip
 # Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
 # pickled bytes, because a composition changes them.

@@ -59,15 +59,9 @@ def has_module(plain: Mapping[str, object]) -> bool:
     return MODULE_KEY in plain and plain[MODULE_KEY] is not None
 
 
-def target_of(plain: Mapping[str, object]) -> str:
-    """Return the dotted name of the module's class for a message; "which is set" if the class is unknown."""
-    node = plain[MODULE_KEY]
-    return str(node["_target_"]) if isinstance(node, dict) and "_target_" in node else "which is set"
-
-
 def module_errors(values: Values) -> Iterator[ErrorDetails]:
     """Yield an error for each key that the user set although a run of a module ignores it, such as `model`."""
-    other = f"module, {target_of(values.plain)}"
+    other = f"module, {values[f'{MODULE_KEY}._target_']}"
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]
     for text in refused if isinstance(refused, list) else ():
         key, _, source = text.partition("=")

@@ -38,6 +38,7 @@ REMOVED: Mapping[str, object] = {
 }
 # Values that are no longer allowed at a key, with their replacements.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
+    ("launch.accelerator", "gpu"): "cuda",
     ("runtime.non_finite", "rewind"): "stop",
     **{
         ("strategy.schedule", name): "interleaved_1f1b"

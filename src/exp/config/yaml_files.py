@@ -111,26 +111,22 @@ class Choice(NamedTuple):
     Args:
         group: Config group; "" for an entry that is only the path of a config.
         options: Chosen options, or the path.
-        is_override: The entry begins with `override`.
-        number: Index of the entry in the list, from 0.
     """
 
     group: str
     options: tuple[str, ...]
-    is_override: bool
-    number: int
 
 
 def choices_of(content: object) -> list[Choice]:
     """Return the entries of the defaults list in the content of a config file."""
     lines = content["defaults"] if isinstance(content, dict) and "defaults" in content else None
     found = []
-    for number, line in enumerate(lines if isinstance(lines, list) else ()):
+    for line in lines if isinstance(lines, list) else ():
         for words, value in line.items() if isinstance(line, dict) else [("", line)]:
-            *signs, group = str(words).split() or [""]
+            # The group comes after words such as `override`.
+            group = str(words).rpartition(" ")[2].lstrip("/").partition("@")[0]
             options = value if isinstance(value, list) else [] if value is None else [value]
-            group = group.lstrip("/").partition("@")[0]
-            found.append(Choice(group, tuple(map(str, options)), "override" in signs, number))
+            found.append(Choice(group, tuple(map(str, options))))
     return found
 
 

@@ -101,7 +101,7 @@ def test_abstract_classes_and_functions_are_refused():
     [
         ("torch.nn.linear", "torch.nn.Linear"),
         ("nn.Linear", "torch.nn.Linear"),
-        ("torch.optim.adm.Adam", "torch.optim.Adam"),
+        ("torch.optim.adm.Adam", "torch.optim.adam.Adam"),
         ("torch.Linear", "torch.nn.Linear"),
         ("pytorch_lightning.callbacks.EarlyStopping", "lightning.pytorch.callbacks.EarlyStopping"),
     ],

@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import strategies as lightning_strategies
 
 import exp
-from exp.build import LEAVING_WEIGHTS
 from exp.check.compatibility import EXCLUDED, NEEDS, REASONS, REFUSED
 from exp.config.settings import settings_of
 from exp.construct import build_entries, build_strategy, plain_config
@@ -92,9 +91,8 @@ def _needs() -> Iterator[str]:
 def _callbacks() -> Iterator[str]:
     yield "## Callbacks that no run supports\n\n| callback | effect | alternative |\n|---|---|---|"
     yield from (f"| `{kind.__name__}` | {why.removeprefix('which ')} | {fix} |" for kind, (why, fix) in REFUSED.items())
-    kept = ", ".join(f"`{kind.__name__}`" for kind in LEAVING_WEIGHTS)
-    yield "\nOther callbacks may change weights after a validation. exp then keeps a copy of the validated weights for"
-    yield f"`best.ckpt`. These callbacks need no copy: {kept}.\n"
+    yield "\nIf a callback changes weights between a validation and the next training batch, `best.ckpt` has the"
+    yield "changed weights.\n"
 
 
 def _hooks() -> Iterator[str]:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    ProgressBar,
-    RichModelSummary,
-    RichProgressBar,
-)
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torch import nn
 
-from exp.check.own_training import LOADERS, STEPS
 from exp.check.plan import Plan
 from exp.config.settings import Settings
 from exp.construct import (
@@ -33,12 +24,10 @@ from exp.construct import (
     build_starting_network,
     construct,
 )
-from exp.engine.before_others import BeforeOthers
 from exp.engine.checkpoint import LARGEST_COPY, AtomicCheckpointIO, ThreadedCheckpointIO
 from exp.engine.checkpointing import Checkpointing, position_in
 from exp.engine.console import progress
 from exp.engine.datamodule import PlainData, RunData
-from exp.engine.ema import ExponentialMovingAverage
 from exp.engine.lean_loop import report_stop_iterations, run_several_at_once
 from exp.engine.module import TrainingModule
 from exp.engine.non_finite import UndoneForward
@@ -49,7 +38,8 @@ from exp.engine.predictions import Predictions
 from exp.engine.progress import Limits, take_limits
 from exp.engine.recording import Recording, StepRecording
 from exp.engine.runtime import switch_on
-from exp.engine.stopping import Stopping
+from exp.engine.start_hooks import StartHooks
+from exp.engine.stopping import StepWatch, Stopping
 from exp.engine.unfreezing import Unfreezing
 from exp.launch.lifecycle import hang_path
 from exp.loggers.run_logger import has_begun
@@ -62,18 +52,6 @@ from exp.strategies.strategy import Strategy, trainer_arguments
 
 if TYPE_CHECKING:
     from exp.engine.pruning import Pruning
-    from exp.engine.step_watch import StepWatch
-
-# If a run has only callbacks of these classes, the scored weights need no copy. The callbacks do not change the
-# weights, or save an average of the weights.
-LEAVING_WEIGHTS = (
-    EarlyStopping,
-    ExponentialMovingAverage,
-    LearningRateMonitor,
-    ModelSummary,
-    RichModelSummary,
-    RichProgressBar,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +96,11 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     runtime = settings.runtime
     own = build_entries(settings, "callbacks").values()
     share = placement.data_rank(rank.global_rank)
-    checkpointing = _checkpointing(plan, directory, own)
+    checkpointing = _checkpointing(plan, directory)
     module, network, batches, recording = (
         _build_trained(plan, directory, limits=limits, rank=share, resume=resume)
         if plan.own is None
-        else _build_own(plan, directory, limits=limits, rank=share, saving=checkpointing)
+        else _build_own(plan, directory, limits=limits, rank=share)
     )
     report_stop_iterations([recording, *own])
     stopping = Stopping(limits=limits, checkpointing=checkpointing)
@@ -141,17 +119,17 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         callbacks=[
             recording,
             *_guards(plan, network),
-            BeforeOthers(checkpointing, stopping),
-            *own,
             checkpointing,
             stopping,
+            StartHooks(),
+            *own,
             *(one for one in (pruning, predictions, watch) if one is not None),
         ],
     )
     precision.represent(module)
     if isinstance(module, TrainingModule):
         run_several_at_once(trainer, steps_per_execution=runtime.steps_per_execution)
-        switch_on(module, runtime)
+        switch_on(network, runtime, runs=module.runs())
     if isinstance(batches, BatchesOfLoaders):
         batches.follow(trainer)
     return Parts(
@@ -207,7 +185,7 @@ def _build_trained(
 
 
 def _build_own(
-    plan: Plan, directory: Path, *, limits: Limits, rank: int, saving: Checkpointing
+    plan: Plan, directory: Path, *, limits: Limits, rank: int
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
     """Build the parts of a run that trains a user's LightningModule.
 
@@ -221,9 +199,7 @@ def _build_own(
         if loaders is None
         else BatchesOfLoaders(loaders, seed=settings.seed, rank=rank, world_size=world_size)
     )
-    own = OwnModule(module, seed=settings.seed, rank=rank, limits=limits, batches=batches, saved=lambda: saving.saved)
-    if "val" not in _stages(plan):
-        own.leave_out(_lightning_data(batches), step=STEPS["val"], loader=LOADERS["val"])
+    own = OwnModule(module, seed=settings.seed, rank=rank, limits=limits, batches=batches)
     chooses = loaders is not None and settings.runtime.threads is None
     recording = OwnRecording(module=own, hooks=plan.hooks, directory=directory, chooses_threads=chooses)
     return module, module, batches, recording
@@ -233,14 +209,11 @@ def _lightning_data(batches: LightningDataModule | BatchesOfLoaders) -> Lightnin
     return batches.data if isinstance(batches, BatchesOfLoaders) else batches
 
 
-def _checkpointing(plan: Plan, directory: Path, others: Iterable[Callback]) -> Checkpointing:
+def _checkpointing(plan: Plan, directory: Path) -> Checkpointing:
     return Checkpointing(
         directory=directory,
-        # If a callback may change the weights, the scored weights are copied.
-        holds_scored=any(type(one) not in LEAVING_WEIGHTS for one in others),
         monitor=plan.settings.monitor,
         mode=plan.settings.mode,
-        is_compared=None if plan.own is None else "given" if "val" in _stages(plan) else "train",
         config=plan.resolved.yaml,
         **{key: value for key, value in vars(plan.settings.checkpoint).items() if key != "async_"},
     )
@@ -263,8 +236,6 @@ def _watch(settings: Settings, directory: Path, *, rank: Rank) -> StepWatch | No
     seconds = settings.runtime.step_timeout
     if seconds is None:
         return None
-    from exp.engine.step_watch import StepWatch
-
     return StepWatch(seconds=seconds, path=hang_path(directory, rank=rank))
 
 

@@ -31,8 +31,8 @@ from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.data.data import Data
 from exp.data.labels import IGNORED
 from exp.data.randomness import initialisation
+from exp.engine.checkpoint import read_weights
 from exp.engine.datamodule import fitted_in
-from exp.engine.weight_files import read_weights
 from exp.errors import (
     LIBRARIES,
     REFUSALS,

@@ -15,7 +15,10 @@ REFUSED = {
     "LearningRateFinder": "python -m exp.find_lr",
     "BackboneFinetuning": "freeze.unfreeze",
     "BasePredictionWriter": "hooks=[samples]",
-    "ModelPruning, pruning_fn: l1_unstructured, make_pruning_permanent: false": "expected true",
+    "ModelPruning, pruning_fn: l1_unstructured": "torch.nn.utils.prune",
+    "EMAWeightAveraging": "callbacks=[ema]",
+    "StochasticWeightAveraging, swa_lrs: 0.01": "callbacks=[ema]",
+    "GradientAccumulationScheduler, scheduling: {0: 1}": "trainer.accumulate_grad_batches",
     "TQDMProgressBar": "trainer.enable_progress_bar=true",
 }
 

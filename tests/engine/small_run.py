@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from exp.data.data import Data
 from exp.data.in_memory import Tensors
-from exp.engine.before_others import BeforeOthers
 from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, read_checkpoint
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.datamodule import RunData
@@ -35,6 +34,7 @@ from exp.engine.non_finite import UndoneForward
 from exp.engine.phased_module import PhasedModule
 from exp.engine.progress import take_limits
 from exp.engine.recording import Recording
+from exp.engine.start_hooks import StartHooks
 from exp.engine.stopping import Stopping
 from exp.errors import ExpError
 from exp.objectives.metrics import Accuracy
@@ -59,7 +59,6 @@ SCHEDULES: dict[str, tuple[Any, str]] = {
 }
 CALLBACKS: dict[str, Any] = {
     "ema": functools.partial(ExponentialMovingAverage, decay=0.5),
-    "lightning_ema": functools.partial(EMAWeightAveraging, decay=0.5),
     "early_stopping": functools.partial(EarlyStopping, monitor="loss/val", patience=1, min_delta=0.05),
 }
 
@@ -254,11 +253,11 @@ class Small:
             **arguments,
             callbacks=[
                 self.recording,
-                BeforeOthers(self.checkpointing, self.stopping),
                 *([UndoneForward()] if skips else []),
-                *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
                 self.checkpointing,
                 self.stopping,
+                StartHooks(),
+                *(CALLBACKS[one]() if isinstance(one, str) else one for one in callbacks),
             ],
             logger=self.values,
             enable_checkpointing=False,
@@ -275,8 +274,7 @@ class Small:
     @property
     def is_lean(self) -> bool:
         """Return True if the run makes several steps in one call of Lightning's loop."""
-        loop = self.trainer.fit_loop.epoch_loop
-        return loop.steps_per_execution != 1 and loop._reported is None
+        return not self.trainer.fit_loop.epoch_loop.is_one_by_one
 
     def fit(self, *, resume: Path | str | None = None) -> None:
         self.trainer.fit(

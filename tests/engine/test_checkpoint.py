@@ -117,7 +117,7 @@ def test_files_that_are_no_checkpoints_are_refused(written: Path, tmp_path: Path
         refuse("is not a file", missing)
     for content in (b"", b"PK\x03\x04 not a zip", pickle.dumps({"state_dict": {}})):
         path.write_bytes(content)
-        refuse("damaged or is not a checkpoint")
+        refuse("is damaged, or is not a file of")
     with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as compressed:
         for entry in archive.infolist():
             compressed.writestr(entry.filename, archive.read(entry))

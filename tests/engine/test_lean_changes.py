@@ -10,34 +10,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
 from exp.optim.optimizer import Optimization
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-BETWEEN_EPOCHS = {
-    "accumulation": (functools.partial(GradientAccumulationScheduler, scheduling={0: 1, 2: 3}), 7 + 7 + 3 + 3),
-    # Lightning adds an epoch without backward, in which the optimizer makes one step without gradients.
-    "swa": (functools.partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1), 4 * 7 + 1),
-}
-
-
-@pytest.mark.parametrize("name", BETWEEN_EPOCHS)
-def test_callbacks_between_epochs_give_the_same_steps(tmp_path: Path, small_run: ModuleType, name: str) -> None:
-    make, steps = BETWEEN_EPOCHS[name]
-    runs = []
-    for count in (1, None):
-        small = small_run.Small(tmp_path / str(count), steps_per_execution=count, callbacks=(make(),))
-        small.fit()
-        runs.append(small)
-    assert runs[1].is_lean == (name != "swa")
-    assert [small.trainer.global_step for small in runs] == [steps, steps]
-    assert runs[0].values.seen == runs[1].values.seen
-    assert equal(*(small.weights() for small in runs))
 
 
 class AtValidation(Callback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.nn import functional
 
@@ -197,19 +195,6 @@ LENGTHS: list[tuple[dict[str, Any], int | None, int | None, int | None]] = [
     ({"max_epochs": 4}, None, None, None),
     ({"max_epochs": 4, "limit_train_batches": 5}, None, None, 20),
 ]
-
-
-def test_epochs_may_accumulate_other_numbers_of_batches(tmp_path: Path, small_run: ModuleType) -> None:
-    """The schedule ends with the last step of the run."""
-    callback = GradientAccumulationScheduler(scheduling={0: 4, 2: 1})
-    small = small_run.Small(tmp_path, schedule="cosine", callbacks=(callback,), log_every_n_steps=1)
-    assert total_steps(small.trainer, Limits(), 7) == 2 + 2 + 7 + 7
-    done = Position(epoch=1, batch=4, step=3, batches=11)
-    assert total_steps(small.trainer, Limits(resumed=done), 7) == 3 + 1 + 7 + 7
-    small.fit()
-    rates = [small.values.seen["optimizer/lr/default", step] for step in range(1, 19)]
-    expected = [1e-2 * (1 + math.cos(math.pi * max(0, step - 3) / 15)) / 2 for step in range(18)]
-    assert rates[3:] == pytest.approx(expected[3:], rel=1e-9)
 
 
 def test_a_callback_may_set_the_accumulated_batches(tmp_path: Path, small_run: ModuleType) -> None:

@@ -93,10 +93,7 @@ def test_a_gradient_of_nan_fails_the_run_with_good_checkpoints(
     spoilt = -(-((call - 1) % 7 + 1) // window) + (call > 7) * -(-7 // window)
     steps = saved(tmp_path)
     assert all(step < spoilt for step in steps.values())
-    if "last.ckpt" in steps:
-        assert f"the last good checkpoint is checkpoints/last.ckpt, of step {steps['last.ckpt']}" in message
-    elif not steps:
-        assert "no checkpoint was saved before it" in message
+    assert "all numbers in the saved checkpoints are finite" in message
     if setting == "every step":
         assert f"not finite after step {spoilt}: 0.weight, 0.bias" in message
         assert steps.get("last.ckpt", 0) == spoilt - 1
@@ -108,7 +105,11 @@ def test_only_values_by_design_may_be_infinite(tmp_path: Path, small_run: Module
     assert saved(tmp_path / "well")["last.ckpt"] == 7
     assert read_checkpoint(small.last)["state_dict"]["network.5.mask"][1] == -math.inf
 
-    class Breaks(Masked):
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(2))
+
         def forward(self, x: Tensor) -> Tensor:
             self.mask[0] = math.inf
             return x

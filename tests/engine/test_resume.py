@@ -220,7 +220,7 @@ def test_a_resumed_complete_run_says_how_to_train_longer(
         assert again.last.read_bytes() == whole.last.read_bytes()
 
 
-@pytest.mark.parametrize(("callbacks", "batch"), [((), 3), (("lightning_ema",), 2)], ids=["plain", "lightning_ema"])
+@pytest.mark.parametrize(("callbacks", "batch"), [((), 3), (("ema",), 2)], ids=["plain", "ema"])
 def test_a_signal_in_a_validation_saves_the_trained_weights(
     tmp_path: Path, small_run: ModuleType, callbacks: tuple[str, ...], batch: int
 ) -> None:
@@ -240,7 +240,7 @@ def test_a_signal_in_a_validation_saves_the_trained_weights(
     assert small_run.saved(again.last) == small_run.saved(whole.last)
 
 
-@pytest.mark.parametrize("callbacks", [(), ("ema",), ("lightning_ema",)], ids=["plain", "ema", "lightning_ema"])
+@pytest.mark.parametrize("callbacks", [(), ("ema",)], ids=["plain", "ema"])
 def test_a_complete_run_resumes_with_more_epochs(
     tmp_path: Path, small_run: ModuleType, callbacks: tuple[str, ...]
 ) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 
-from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, on_host, read_checkpoint
+from exp.engine.checkpoint import AtomicCheckpointIO, ThreadedCheckpointIO, read_checkpoint
 
 ALWAYS = 1e-9
 
@@ -98,21 +97,15 @@ class Slow(ThreadedCheckpointIO):
         super().write(content, path)
 
 
-class Copying(Slow):
-    """Checkpoint writer that copies every state for its thread, as it does for large states by default."""
-
-    packed_bytes = 0
-
-
 @pytest.mark.parametrize(
-    ("kind", "more"),
+    "more",
     [
-        (Slow, {"callbacks": ("ema",)}),
-        (Copying, {"word": "fp16", "accumulate_grad_batches": 2}),
-        *(pytest.param(kind, {"phases": True}, marks=pytest.mark.slow) for kind in (Slow, Copying)),
+        {"callbacks": ("ema",)},
+        {"word": "fp16", "accumulate_grad_batches": 2},
+        pytest.param({"phases": True}, marks=pytest.mark.slow),
     ],
 )
-def test_a_thread_writes_the_same_files(tmp_path: Path, small_run: ModuleType, kind: Any, more: dict[str, Any]) -> None:
+def test_a_thread_writes_the_same_files(tmp_path: Path, small_run: ModuleType, more: dict[str, Any]) -> None:
     threads = set()
 
     def before() -> None:
@@ -121,7 +114,7 @@ def test_a_thread_writes_the_same_files(tmp_path: Path, small_run: ModuleType, k
 
     whole = small_run.Small(tmp_path / "plain", every_n_steps=1, max_epochs=2, **more)
     whole.fit()
-    small = small_run.Small(tmp_path / "threaded", io=kind(before), every_n_steps=1, max_epochs=2, **more)
+    small = small_run.Small(tmp_path / "threaded", io=Slow(before), every_n_steps=1, max_epochs=2, **more)
     small.fit()
     assert threads == {"checkpoints"}
     for name in ("last.ckpt", "best.ckpt"):
@@ -129,11 +122,10 @@ def test_a_thread_writes_the_same_files(tmp_path: Path, small_run: ModuleType, k
     assert not list(small.last.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("kind", [Slow, Copying])
-def test_at_most_two_states_wait_and_are_written_in_order(tmp_path: Path, kind: Any) -> None:
+def test_at_most_two_states_wait_and_are_written_in_order(tmp_path: Path) -> None:
     gate, written = threading.Semaphore(0), []
 
-    class Gated(kind):
+    class Gated(Slow):
         def write(self, content: Any, path: Path) -> None:
             super().write(content, path)
             written.append(read_checkpoint(path)["epoch"])
@@ -163,9 +155,8 @@ def test_at_most_two_states_wait_and_are_written_in_order(tmp_path: Path, kind: 
     assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 2
 
 
-@pytest.mark.parametrize("kind", [Slow, Copying])
 def test_a_failed_write_of_a_thread_ends_the_run(
-    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: Any
+    tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, count = os.fsync, [0]
 
@@ -176,7 +167,7 @@ def test_a_failed_write_of_a_thread_ends_the_run(
         own(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    small = small_run.Small(tmp_path, io=kind(str), every_n_steps=1, max_epochs=1)
+    small = small_run.Small(tmp_path, io=Slow(str), every_n_steps=1, max_epochs=1)
     with pytest.raises(OSError, match="No space left on device") as caught:
         small.fit()
     assert caught.value.filename == str(small.last)
@@ -245,19 +236,3 @@ def test_a_forked_worker_keeps_no_lock_of_a_checkpoint(tmp_path: Path, monkeypat
     settling.join()
     assert not is_waiting
     assert (tmp_path / "best.ckpt").samefile(tmp_path / "last.ckpt")
-
-
-def test_a_copy_keeps_tied_weights_tied() -> None:
-    layer = nn.Linear(3, 3)
-    tied = nn.Sequential(layer, nn.Linear(3, 3))
-    tied[1].weight = layer.weight
-    state = {"state_dict": tied.state_dict(), "list": [1, {"a": torch.ones(2)}], "text": "x"}
-    copied = on_host(state)
-    with torch.no_grad():
-        layer.weight.zero_()
-    state["list"][1]["a"].zero_()
-    assert copied["state_dict"]["0.weight"] is copied["state_dict"]["1.weight"]
-    assert copied["state_dict"]["0.weight"].abs().sum() > 0
-    assert copied["list"][1]["a"].tolist() == [1.0, 1.0]
-    assert type(copied["state_dict"]) is type(state["state_dict"])
-    assert copied["text"] == "x"

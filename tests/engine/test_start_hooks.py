@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 class ByEpoch(Callback):
@@ -83,7 +82,6 @@ ACTING: dict[str, Any] = {
     "by_chance": ByChance,
     "changes": Changes,
     "freezes": Freezes,
-    "accumulates": lambda: GradientAccumulationScheduler(scheduling={0: 3, 2: 1}),
 }
 
 

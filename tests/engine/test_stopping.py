@@ -121,7 +121,7 @@ def test_a_signal_waits_for_accumulated_batches(tmp_path: Path, small_run: Modul
 
 
 def test_a_signal_ends_the_test_stage(tmp_path: Path, small_run: ModuleType) -> None:
-    kill = small_run.At("on_test_batch_end", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    kill = small_run.At("on_test_batch_start", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     small = small_run.Small(tmp_path, callbacks=(kill,))
     with pytest.raises(Interrupted):
         small.trainer.test(small.module, datamodule=small.data, verbose=False)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
-from exp.engine.compilation import compile_network
+from exp.engine.runtime import compile_network
 from exp.errors import RunError
 from exp.extras.research.clip_module import ClipModule
 from exp.extras.research.gradient_reversal import GradientReversal

@@ -46,7 +46,7 @@ def share_of_torch(rank: int, *, here: str, seed: int, part: float) -> dict[str,
         layers.seen(most=1, only=some(kinds, "Conv1d", "InstanceNorm1d")),
         losses.seen(most=2),
         steps.seen(most=2, only=[*some(optimizers), *some(list(steps.SCHEDULES))]),
-        layers.load("lightning_callbacks").seen(only=["EarlyStopping", "StochasticWeightAveraging", "WeightAveraging"]),
+        layers.load("lightning_callbacks").seen(only=["EarlyStopping", "ModelCheckpoint"]),
     )
     return {
         "wrong": [line for part in parts for row in part for line in row.wrong],

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import exp
 from exp.errors import ConfigError
 from exp.optim.optimizer import Optimization
-from exp.optim.schedules import Constant, Cosine, OneCycle, ScheduleState, take_length
+from exp.optim.schedules import Constant, Cosine, OneCycle, lengths_of, take_length
 
 pytestmark = pytest.mark.numeric
 
@@ -251,60 +251,50 @@ def test_nested_schedules_resume_exactly(tmp_path, monkeypatch) -> None:
         assert torch.equal(again["state_dict"][name], tensor)
 
 
-OF_A_LENGTH: dict[str, Any] = {
-    "cosine": lambda optimizer, total: Cosine(optimizer, total_steps=total, warmup_fraction=0.25),
+def restored(make: Any, *, done: int, total: int, factor: float = 1.0) -> Any:
+    """Return a schedule over `total` steps with the state after 9 steps of one over `done` steps, and its lengths."""
+    before, again = make(sgd(), done), make(sgd(), total)
+    rates(before, 9)
+    before.optimizer.param_groups[0]["lr"] *= factor  # a hook's
+    lengths = lengths_of(again)
+    again.optimizer.load_state_dict(before.optimizer.state_dict())
+    again.load_state_dict(before.state_dict())
+    return again, lengths
+
+
+def cosine(optimizer: Any, total: int) -> Any:
+    return Cosine(optimizer, total_steps=total, warmup_fraction=0.25)
+
+
+def test_a_restored_function_of_the_steps_takes_the_new_length() -> None:
+    again, lengths = restored(cosine, done=12, total=24)
+    assert take_length(again, lengths)
+    close(rates(again, 15), rates(cosine(sgd(), 24), 24)[9:])
+
+
+STORED: dict[str, Any] = {
     "one_cycle": lambda optimizer, total: OneCycle(optimizer, total_steps=total),
     "torch": lambda optimizer, total: lr_scheduler.CosineAnnealingLR(optimizer, T_max=total),
     "polynomial": lambda optimizer, total: lr_scheduler.PolynomialLR(optimizer, total_iters=total, power=2.0),
-    "function": lambda optimizer, total: lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / total),
-    "sequence": lambda optimizer, total: lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            lr_scheduler.LinearLR(optimizer, total_iters=2),
-            lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / total),
-        ],
-        milestones=[2],
-    ),
-    "chain": lambda optimizer, total: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)]
-    ),
 }
 
 
-@pytest.mark.parametrize("name", OF_A_LENGTH)
-def test_a_restored_schedule_takes_the_new_length(name: str) -> None:
-    short = OF_A_LENGTH[name](sgd(), 12)
-    rates(short, 9)
-    longer = OF_A_LENGTH[name](sgd(), 24)
-    expected = rates(longer, 24)[9:]
-    again = OF_A_LENGTH[name](sgd(), 24)
-    fresh = ScheduleState.of(again)
-    ScheduleState.of(short).put_into(again)
-    assert take_length(again, fresh)
-    assert again.optimizer.param_groups[0]["momentum"] == (
-        0.9 if name != "one_cycle" else pytest.approx(0.85, abs=0.01)
-    )
-    close(rates(again, 15), expected)
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_length_cannot_change(name: str) -> None:
+    again, lengths = restored(STORED[name], done=12, total=24)
+    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: .*another length .* stores its length"):
+        take_length(again, lengths)
 
 
-@pytest.mark.parametrize("name", [*OF_A_LENGTH, "steps"])
-def test_a_schedule_of_the_same_length_stays_as_it_was(name: str) -> None:
-    make = {**OF_A_LENGTH, "steps": lambda optimizer, _: lr_scheduler.StepLR(optimizer, 2)}[name]
-    before = make(sgd(), 12)
-    rates(before, 9)
-    before.optimizer.param_groups[0]["lr"] *= 0.7  # as a hook may do
-    again = make(sgd(), 12)
-    fresh = ScheduleState.of(again)
-    ScheduleState.of(before).put_into(again)
-    assert not take_length(again, fresh)
-    assert ScheduleState.of(again) == ScheduleState.of(before)
+@pytest.mark.parametrize("make", [cosine, *STORED.values(), lambda optimizer, _: lr_scheduler.StepLR(optimizer, 2)])
+def test_a_schedule_of_the_same_length_stays_as_it_was(make: Any) -> None:
+    again, lengths = restored(make, done=12, total=12, factor=0.7)
+    rate = again.optimizer.param_groups[0]["lr"]
+    assert not take_length(again, lengths)
+    assert again.optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_rate_set_by_hand_refuses_another_length() -> None:
-    before, again = (Cosine(sgd(), total_steps=total) for total in (12, 24))
-    rates(before, 9)
-    before.optimizer.param_groups[0]["lr"] *= 0.7
-    fresh = ScheduleState.of(again)
-    ScheduleState.of(before).put_into(again)
-    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: another length, and .* of 0\.0102513 where"):
-        take_length(again, fresh)
+    again, lengths = restored(cosine, done=12, total=24, factor=0.7)
+    with pytest.raises(ConfigError, match=r"trainer\.max_epochs: .*another length .* other code than Cosine has set"):
+        take_length(again, lengths)

@@ -106,10 +106,6 @@ def test_a_wrong_freeze_is_refused_with_the_closest_name():
     assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={-1: [body]}")
     assert "freeze.unfreeze" in refused("freeze.parameters=[body]", "+freeze.unfreeze={soon: [body]}")
     assert "freeze.batch_norm" in refused("freeze.batch_norm=fixed")
-    swa = "+callbacks={swa: {_target_: lightning.pytorch.callbacks.StochasticWeightAveraging, swa_lrs: 0.01}}"
-    frozen = ("freeze.parameters=[body]", "freeze.batch_norm=eval")
-    assert "StochasticWeightAveraging with freeze.batch_norm=eval; expected statistics" in refused(*frozen, swa)
-    assert checked(frozen[0], swa)
 
 
 def test_layers_without_a_size_can_be_frozen():

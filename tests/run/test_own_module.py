@@ -139,6 +139,7 @@ RUNS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("loaders", "by_hand") else pytest.mark.slow) for name in RUNS]
 )

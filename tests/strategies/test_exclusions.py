@@ -12,12 +12,13 @@ WISHES = {
     "subclass": ("+callbacks.mine={_target_: my_callbacks.Own}",),
 }
 OWN = """
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning
 
 
-class Own(ModelPruning):
-    def __init__(self) -> None:
-        super().__init__("l1_unstructured")
+class Own(BaseFinetuning):
+    def freeze_before_training(self, pl_module) -> None: ...
+
+    def finetune_function(self, pl_module, epoch, optimizer) -> None: ...
 """
 LIGHTNINGS = (
     "# Lightning's FSDPStrategy: strategy=mine\n_target_: lightning.pytorch.strategies.FSDPStrategy\nname: mine\n"

@@ -13,7 +13,7 @@ docs/make_compatibility.py generates the compatibility page of the site from thi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning.pytorch import Callback, callbacks
 from torch import optim
@@ -25,9 +25,6 @@ from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
 
-# Lightning's callbacks that copy the module to one device, and callbacks that replace weights or optimizer parameters.
-COPYING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
-REPLACING = (callbacks.ModelPruning, callbacks.BaseFinetuning, callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
 # Callbacks that no run supports, each with the reason and an alternative.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.LearningRateFinder: (
@@ -42,6 +39,22 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",
         "freeze.parameters and freeze.unfreeze hold layers of any name until an epoch, and "
         "optimizer.groups sets their learning rate",
+    ),
+    callbacks.WeightAveraging: (
+        "which averages the weights outside of exp's checkpoints",
+        "callbacks=[ema] averages them, and validation, best.ckpt and the test use the average",
+    ),
+    callbacks.StochasticWeightAveraging: (
+        "which averages the weights outside of exp's checkpoints",
+        "callbacks=[ema] averages them, and validation, best.ckpt and the test use the average",
+    ),
+    callbacks.ModelPruning: (
+        "which changes the weights after their validation, so that best.ckpt has other weights than the validated ones",
+        "torch.nn.utils.prune prunes the weights of a finished run",
+    ),
+    callbacks.GradientAccumulationScheduler: (
+        "which changes the number of optimizer steps of an epoch",
+        "trainer.accumulate_grad_batches sets one number for the whole run",
     ),
     callbacks.SpikeDetection: (
         "which keeps a state that lightning 2.6 cannot read back from a checkpoint",
@@ -69,7 +82,6 @@ NEEDS: Mapping[str, str] = {
     "several_backwards": "phases have their own backwards and optimizers",
     "several_steps": "a step has as many backwards and optimizer steps as the phases have",
     "one_program": "torch.compile takes the whole network",
-    "module_copy": "a callback copies the module to one device",
     "fixed_weights": "a callback replaces weights, or what the optimizer holds",
     "whole_average": "a callback averages all weights",
     "whole_tensors": "an optimizer looks at whole weights, not at each number alone",
@@ -102,7 +114,6 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
     "several_steps": ("steps_once",),
     "one_program": (*_SHARDS, "splits_layers", "splits_devices"),
     "whole_average": ("splits_layers",),
-    "module_copy": (*_SHARDS, "splits_layers", "splits_devices"),
     "fixed_weights": (*_SHARDS, "splits_layers"),
     "whole_tensors": _SHARDS,
     "all_parameters": ("splits_layers",),
@@ -196,14 +207,11 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     return found | {name: override for name, (is_set, override) in switches.items() if is_set}
 
 
-def callback_errors(
-    kinds: Mapping[str, type[Callback]], *, nodes: Mapping[str, Any], shows_bar: bool
-) -> Iterator[ErrorDetails]:
+def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> Iterator[ErrorDetails]:
     """Yield the errors of callbacks that no run supports.
 
     Args:
         kinds: Class of each callback, by name.
-        nodes: Config node of each callback, by name.
         shows_bar: Value of trainer.enable_progress_bar.
     """
     bars = [name for name, kind in kinds.items() if issubclass(kind, callbacks.ProgressBar)]
@@ -212,9 +220,6 @@ def callback_errors(
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
                 yield unsuitable(key, kind.__name__, why, "a callback of one run", fix)
-        if issubclass(kind, callbacks.ModelPruning) and nodes[name].get("make_pruning_permanent") is False:
-            expected = "true: a checkpoint with separate weights and masks does not fit the network that is tested"
-            yield ErrorDetails(key=f"{key}.make_pruning_permanent", got="false", expected=expected)
         if kind is callbacks.BaseFinetuning:
             expected = "a class of yours that says what it freezes"
             yield ErrorDetails(key=key, got="BaseFinetuning itself", expected=expected, fix="Or write freeze.unfreeze")
@@ -280,12 +285,6 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
 
 
 def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
-    is_copying = issubclass(kind, COPYING)
-    needs = {
-        "whole_average": averages_weights(kind) or is_copying,
-        "module_copy": is_copying,
-        "fixed_weights": issubclass(kind, REPLACING),
-    }
-    fix = "callbacks=[ema] averages parts, too, except those of a pipeline"
-    fix = fix if is_copying else f"Leave it out with ~callbacks.{name}"
+    needs = {"whole_average": averages_weights(kind), "fixed_weights": issubclass(kind, callbacks.BaseFinetuning)}
+    fix = f"Leave it out with ~callbacks.{name}"
     yield Part(f"callbacks.{name}", kind.__name__, [need for need, has in needs.items() if has], fix)

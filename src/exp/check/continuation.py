@@ -72,6 +72,8 @@ NOTHING: Mapping[str, object] = {
     "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
+# A fused optimizer steps wrongly if its state has another memory format than the weights (torch 2.13).
+MEMORY = ("runtime.channels_last",)
 # Keys that are not compared, because they do not change a step or repeat another key.
 BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
@@ -128,6 +130,7 @@ def examine_resume(
     errors = [error for node in compared for error in _other_values(before, now, node, path)]
     if now["train"]:
         errors += _other_values(before, now, "optimizer", path, below=OPTIMIZER_ITSELF if is_fork else None)
+        errors += _other_values(before, now, "runtime", path, below=MEMORY)
         errors += _other_positions(before, now, checkpoint[POSITION], path)
         errors += _other_version(checkpoint[LIGHTNING], path)
     if network is not None and not errors:

@@ -38,9 +38,9 @@ from exp.config.plain_tree import KeyPath, are_referred, changes, is_node, leave
 from exp.config.reading import UNKNOWN, raw_values
 from exp.config.targets import resolve as resolve_target
 from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
+from exp.engine.checkpoint import read_weights
 from exp.engine.progress import refuse_late_validation, take_limits, total_steps
 from exp.engine.unfreezing import unfreezing_errors
-from exp.engine.weight_files import read_weights
 from exp.errors import (
     LIBRARIES,
     ConfigError,
@@ -312,7 +312,7 @@ def _callbacks(check: Check) -> Iterator[ErrorDetails]:
     kinds = check.classes_of(nodes)
     if check.knows(("trainer",)):
         shows_bar = bool(check.settings.trainer.enable_progress_bar)
-        yield from callback_errors(kinds, nodes=nodes, shows_bar=shows_bar)
+        yield from callback_errors(kinds, shows_bar=shows_bar)
     for name, kind in kinds.items():
         if kind.__module__.partition(".")[0] in LIBRARIES:
             try:
@@ -438,17 +438,9 @@ def _batches(plan: Plan) -> int | None:
 
 def _lengths(check: Check) -> Trainer:
     """Return an object with the attributes of a Trainer that determine the length of the run."""
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
-    nodes, allow = check.settings.callbacks, check.settings.security.allow
-    callbacks = [
-        construct(nodes[name], key=f"callbacks.{name}", allow=allow)
-        for name, kind in check.classes_of(nodes).items()
-        if issubclass(kind, GradientAccumulationScheduler)
-    ]
     given = vars(check.settings.trainer)
     values = {name: default if given[name] is None else given[name] for name, default in LENGTHS.items()}
-    return cast("Trainer", SimpleNamespace(**values, max_steps=None, callbacks=callbacks))
+    return cast("Trainer", SimpleNamespace(**values, max_steps=None))
 
 
 def _steps(check: Check) -> int | None:

@@ -251,7 +251,7 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
             yield unsuitable(f"{key}.input", term.input, because, "a value of floating numbers", fix)
         if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
             got = f"full with precision={word}, whose parameters are of half precision themselves"
-            fix = f"Write precision={WORDS[word].mixed_word.name}"
+            fix = f"Write precision={word.removesuffix('_true')}"
             yield ErrorDetails(f"{key}.precision", got, "step, or a precision with float32 parameters", fix)
 
 

@@ -150,9 +150,8 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
         RunError: The training does not reach the position.
     """
     from exp.config.frozen import read_frozen, refuse_more_than
-    from exp.engine.checkpoint import CHECKPOINTS, read_checkpoint
+    from exp.engine.checkpoint import CHECKPOINTS, VERIFIED, read_checkpoint
     from exp.engine.checkpointing import POSITION
-    from exp.engine.state_at import STATE
     from exp.start import fit
 
     refuse_more_than(allow, run)
@@ -164,7 +163,7 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
     before = str(max(earlier, key=lambda path: own[path]["batches"])) if earlier else start[0]
     with tempfile.TemporaryDirectory(prefix="exp-again-") as place:
         again = Path(place) / "run"
-        reached = again / CHECKPOINTS / STATE
+        reached = again / CHECKPOINTS / VERIFIED
         try:
             fit(_replay_config(config, again, before=before, to=to))
         except RunError:
@@ -200,7 +199,7 @@ def _replay_config(config: DictConfig, directory: Path, *, before: str | None, t
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
         # StateAt must run before the other callbacks, like the callback that saves last.ckpt.
-        state = {"_target_": "exp.engine.state_at.StateAt", "position": dict(to)}
+        state = {"_target_": "exp.extras.debugging.state_at.StateAt", "position": dict(to)}
         config.callbacks = {"verified_state": state, **config.callbacks}
         config[COMPOSITION] = OmegaConf.create(
             {

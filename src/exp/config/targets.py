@@ -46,7 +46,6 @@ LISTED = {
     "exp.loggers": "exp.loggers",
     # The classes of other modules of exp.engine are built by exp only.
     "exp.engine.ema": "exp.engine.ema",
-    "exp.engine.state_at": "exp.engine.state_at",
     **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
         "debugging", "deepspeed", "evaluation", "finders.range_test", "finders.size_trial", "gallery", "hf", "mlflow",
         "research", "wandb",

@@ -118,6 +118,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
         "index": Removed([False], is_written=True),
         "parts_seed": Removed(),
     },
+    "exp.engine.ema.ExponentialMovingAverage": {"every_n_steps": Removed([1]), "start_step": Removed([1])},
     "exp.extras.debugging.activations.Activations": {"unit_axis": Removed()},
     "exp.extras.debugging.dtypes.Dtypes": {"every_n_steps": Removed()},
     "exp.extras.debugging.nan_guard.NanGuard": {"steps_in_flight": Removed()},

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -22,6 +22,9 @@ from exp.objectives.measures import Measure, entry_tag
 from exp.objectives.objective import Mean
 from exp.objectives.term import AbstractTerm
 from exp.shared_types import Stage
+
+if TYPE_CHECKING:
+    from exp.strategies.pipeline_stages import Stages
 
 TRAIN_METRICS, TRAIN_LOSSES = "exp_train_metrics", "exp_train_losses"
 Value = TypeVar("Value")
@@ -160,15 +163,6 @@ def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
     return result
 
 
-class Source(Protocol):
-    """Interface to the rank that has the outputs of a network split over ranks."""
-
-    has_output: bool
-
-    def broadcast_output(self, value: Value) -> Value:
-        """Return the value of the rank that has the outputs. Every rank of the model must call this method."""
-
-
 class EpochValues(nn.Module):
     """Losses and metrics of one stage's epoch, collected on the device.
 
@@ -183,7 +177,7 @@ class EpochValues(nn.Module):
     Attributes:
         summed: Name and term of each addend of the loss, in the order of `add`. With phases, a term occurs once per
             phase.
-        source: Interface to the rank with the outputs. None if this rank has the outputs.
+        source: Stages of a pipeline, of which one rank has the outputs. None if this rank has the outputs.
         leaves_out_lost: True if means that are not finite are left out.
     """
 
@@ -195,7 +189,7 @@ class EpochValues(nn.Module):
         self.measures = tuple(measures)
         # A ModuleList, because a ModuleDict does not accept names such as `update`.
         self.metrics = nn.ModuleList(measure.metric for measure in measures)
-        self.source: Source | None = None
+        self.source: Stages | None = None
         self.leaves_out_lost = False
         self.clear_losses()
 

@@ -1,8 +1,7 @@
-"""Functions that write checkpoint files atomically, and read them without executing code."""
+"""Functions that write checkpoint files atomically, and read them and weight files without executing code."""
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import shutil
@@ -16,24 +15,35 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
-from torch import Tensor, nn
+from torch import Tensor
 
-from exp.errors import RunError
+from exp.errors import MissingExtraError, RunError
 from exp.files import close_in_forks, lock, open_atomic, partial_path, sync_directory, write_atomic
-from exp.nested import map_tensors, tensors_in
+from exp.models.lora import merge_state_dict
+from exp.nested import tensors_in
+from exp.spelling import among
 
 # Folder of the checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
+# File of the state that exp.resume --verify computes again.
+VERIFIED = "state.ckpt"
 # Checkpoint entry with the version of the format. Formats 1 and 2 also contained shapes and checksums of all entries.
 MANIFEST, FORMAT = "exp_manifest", 3
 NUMBERS = frozenset({bool, int, float, type(None)})
-# Size in bytes of the largest state that is copied for the writing thread when checkpoint.async is not set. Two copies
-# may be in memory at a time.
+# Size in bytes of the largest state that the thread writes when checkpoint.async is not set. Two copies may be in
+# memory at a time.
 LARGEST_COPY = 2**30
+# Size in bytes of the largest state that is serialized in memory without a thread. Serializing takes 1 ms per MB.
+PACKED_BYTES = 16 * 2**20
 # Checkpoint entry with the trained weights, present if the entry state_dict has averaged weights.
 CURRENT = "current_model_state"
 # Content of a checkpoint by name: nested tensors and plain values.
 State = dict[str, Any]
+# Entries under which programs usually save a state dict.
+PLACES = ("state_dict", "model_state_dict", "model", "module", "params", "net")
+# Prefixes that wrapper modules add to all names.
+WRAPPERS = ("module.", "_orig_mod.")
+OWN = "network."
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -46,9 +56,6 @@ class AtomicCheckpointIO(CheckpointIO):
     Args:
         is_synced: Whether a file is synced to the disk before its save returns; see exp.files. Default: True.
     """
-
-    # Size in bytes of the largest state that is serialized in memory. Serializing takes 1 ms per MB.
-    packed_bytes = 16 * 2**20
 
     def __init__(self, *, is_synced: bool = True) -> None:
         super().__init__()
@@ -69,7 +76,8 @@ class AtomicCheckpointIO(CheckpointIO):
         self._save(checkpoint, Path(path))
 
     def _save(self, checkpoint: State, path: Path) -> None:
-        self.write(serialize(checkpoint) if bytes_of(checkpoint) <= self.packed_bytes else checkpoint, path)
+        # Serializing small states in memory needs fewer writes.
+        self.write(serialize(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
         """Replace the file by a checkpoint, which may already be serialized."""
@@ -122,14 +130,14 @@ class AtomicCheckpointIO(CheckpointIO):
 class ThreadedCheckpointIO(AtomicCheckpointIO):
     """Checkpoint writer that writes in a thread, in the order of the calls, while training continues.
 
-    A small state is serialized before the thread receives it. Pickling in the thread would compete with training for
-    the interpreter. A large state is copied to the host. At most one checkpoint waits while another is written; a
-    further save blocks. If a write fails, the next call raises its error, and no later checkpoint is written. Outside
-    of `in_background`, a save returns after the file is on the disk, because a user's callback may read it.
+    The state is serialized before the thread receives it. Pickling in the thread would compete with training for the
+    interpreter. At most one checkpoint waits while another is written; a further save blocks. If a write fails, the
+    next call raises its error, and no later checkpoint is written. Outside of `in_background`, a save returns after the
+    file is on the disk, because a user's callback may read it.
 
     Args:
-        largest: Size in bytes of the largest state that is copied. A larger state is written before training continues.
-            None copies every state. Default: None.
+        largest: Size in bytes of the largest state that the thread writes. A larger state is written before training
+            continues. None sets no limit. Default: None.
     """
 
     MOST = 2
@@ -151,14 +159,13 @@ class ThreadedCheckpointIO(AtomicCheckpointIO):
             self._is_deferring = False
 
     def _save(self, checkpoint: State, path: Path) -> None:
-        size = bytes_of(checkpoint)
-        if not self._is_deferring or (self._largest is not None and size > self._largest):
+        if not self._is_deferring or (self._largest is not None and bytes_of(checkpoint) > self._largest):
             self.settle()
             super()._save(checkpoint, path)
             return
         while self._pending and (len(self._pending) >= self.MOST or self._pending[0].done()):
             self._pending.popleft().result()
-        self._submit(self.write, serialize(checkpoint) if size <= self.packed_bytes else on_host(checkpoint), path)
+        self._submit(self.write, serialize(checkpoint), path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         self._submit(super().remove_checkpoint, path)
@@ -200,31 +207,6 @@ def with_manifest(checkpoint: State) -> State:
     return {**checkpoint, MANIFEST: {"format": FORMAT}}
 
 
-def on_host(checkpoint: State) -> State:
-    """Return a copy of a checkpoint in host memory. Later training steps do not change the copy.
-
-    Tensors that share memory, such as tied weights, share memory in the copy, too.
-    """
-    known: dict[tuple[object, ...], Tensor] = {}
-
-    def copy_value(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            place = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-            if place not in known or not value.numel():
-                known[place] = value.detach().to("cpu", copy=True)
-            return known[place]
-        if isinstance(value, dict):
-            result = copy.copy(value)  # keeps the version numbers of a state dict
-            result.update((key, copy_value(item)) for key, item in value.items())
-            return result
-        if type(value) in (list, tuple):
-            return type(value)(copy_value(item) for item in value)
-        return copy.copy(value) if isinstance(value, set) else value
-
-    result: State = copy_value(checkpoint)
-    return result
-
-
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:
     """Return the content of a run's checkpoint. AtomicCheckpointIO.load_checkpoint documents the errors."""
     checkpoint = read_plain(path, map_location=map_location)
@@ -247,28 +229,66 @@ def read_plain(path: str | os.PathLike[str], *, map_location: str | torch.device
     """
     path = Path(path)
     _require_sound(path)
-    return load_plain(path, kind="a checkpoint", map_location=map_location)
-
-
-def load_plain(path: Path, *, kind: str, map_location: str | torch.device | None = None) -> Any:
-    """Return the content of a file by torch.load, without executing code.
-
-    Args:
-        path: Path of the file.
-        kind: Description of the file for the error message, such as "a checkpoint".
-        map_location: Argument of torch.load. Default: CPU.
-
-    Raises:
-        RunError: The file is damaged, or contains objects other than tensors and plain values.
-    """
     try:
         return torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError and others
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"{path} cannot be read as {kind}: {reason}. Only tensors and plain values are read, because other objects "
-            "would execute code"
+            f"{path} cannot be read as a checkpoint: {reason}. Only tensors and plain values are read, because other "
+            "objects would execute code"
         ) from error
+
+
+def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of an exp checkpoint, a state dict of torch, or a safetensors file, on the CPU.
+
+    Args:
+        path: Path of the file.
+        averaged: Whether to return the averaged weights of a run that averages weights. If false, the trained weights
+            are returned. Default: True.
+
+    Raises:
+        RunError: The file is missing or damaged, or has no weights.
+        MissingExtraError: safetensors is not installed.
+    """
+    if path.suffix == ".safetensors":
+        return _without_prefixes(_read_safetensors(path))
+    content = read_plain(path)
+    if isinstance(content, Mapping) and not averaged:
+        if CURRENT not in content:
+            raise RunError(f"{path} has no averaged weights; leave weights.averaged out")
+        content = content[CURRENT]
+    if isinstance(content, Mapping):
+        for place in (content, *(content[name] for name in PLACES if name in content)):
+            named = place if isinstance(place, Mapping) else {}
+            weights = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
+            if weights:
+                return _without_prefixes(weights)
+    entries = f" It has {among(map(str, content))}" if isinstance(content, Mapping) else ""
+    raise RunError(f"{path} has no tensors by name; expected a state dict.{entries}")
+
+
+def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the prefixes of exp, DDP and torch.compile from names, and merge LoRA's products into the weights."""
+    own = {name.removeprefix(OWN): tensor for name, tensor in weights.items() if name.startswith(OWN)}
+    weights = own or weights
+    for _ in WRAPPERS:
+        for wrapper in WRAPPERS:
+            if all(name.startswith(wrapper) for name in weights):
+                weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
+    return merge_state_dict(weights)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise MissingExtraError(feature=str(path), package="safetensors", extra="safetensors") from error
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> None:
@@ -335,21 +355,6 @@ def is_plain(value: object) -> bool:
     return True
 
 
-def lay_out_optimizer_states(checkpoint: State, network: nn.Module) -> None:
-    """Convert the optimizer states of a checkpoint to the memory format of the network's weights.
-
-    A fused optimizer reads a weight and its averages in the order of their memory. If the memory formats differ, it
-    computes wrong numbers without an error (torch 2.13, AdamW and Adam on CPU).
-    """
-    if "optimizer_states" in checkpoint:
-        is_last = any(_is_channels_last(parameter) for parameter in network.parameters())
-        layout = torch.channels_last if is_last else torch.contiguous_format
-        checkpoint["optimizer_states"] = map_tensors(
-            checkpoint["optimizer_states"],
-            lambda value: value.contiguous(memory_format=layout) if value.dim() == 4 else value,
-        )
-
-
 def _require_sound(path: Path) -> None:
     """Raise RunError if the file is missing, damaged or compressed.
 
@@ -367,12 +372,9 @@ def _require_sound(path: Path) -> None:
                 )
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
-        raise RunError(f"{path} is damaged or is not a checkpoint: {error}") from error
+        raise RunError(
+            f"{path} is damaged, or is not a file of torch.save (torch 1.6 or later): {error}. Use another checkpoint, "
+            "or save the file again"
+        ) from error
     if damaged is not None:
         raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Use another checkpoint")
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    # A weight of one channel or one pixel has both formats.
-    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return is_last and not tensor.is_contiguous()

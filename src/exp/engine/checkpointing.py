@@ -9,21 +9,19 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from exp.engine.checkpoint import (
     CHECKPOINTS,
-    CURRENT,
     AtomicCheckpointIO,
     State,
     ThreadedCheckpointIO,
     copy_checkpoint,
-    on_host,
     read_checkpoint,
 )
 from exp.engine.module import TrainingModule
@@ -33,10 +31,11 @@ from exp.engine.progress import (
     before_batch,
     fit_loop_state,
     forget_restart,
+    is_epoch_complete,
 )
 from exp.errors import RunError
 from exp.files import is_locked, remove_partial_files
-from exp.shared_types import EPOCH_LOSS, Mode, Stage, best_scalars, split_tag
+from exp.shared_types import Batch, Mode, Stage, best_scalars, split_tag
 from exp.spelling import among, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -47,16 +46,14 @@ POSITION, BEST, CONFIG = "exp_position", "exp_best", "exp_config"
 OF_LIGHTNING = "lightning"
 # Fields of the best value that are saved in a checkpoint.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
-# Marks a best.ckpt in which state_dict has the scored weights and the entry CURRENT has the trained weights.
-SCORED = "exp_scored"
 
 
 class Checkpointing(Callback):
     """Callback that writes checkpoints/last.ckpt and checkpoints/best.ckpt in the run directory.
 
     It writes before a training batch or at the end of fit. At these points the optimizer step, its schedules, its
-    validation and all callbacks are complete. Therefore a resumed run computes the same states. BeforeOthers calls
-    `start_batch` before the hooks of other callbacks, because a resumed run calls these hooks again.
+    validation and all callbacks are complete. Therefore a resumed run computes the same states. This callback must
+    precede the user's callbacks in the Trainer's list, because a resumed run calls their hooks of the batch again.
 
     Args:
         directory: Run directory.
@@ -68,11 +65,6 @@ class Checkpointing(Callback):
         save_last: Whether to write last.ckpt. Default: True.
         save_best: Whether to write best.ckpt. Default: True.
         config: Text that is saved in each checkpoint, such as the config as YAML. Default: None.
-        holds_scored: Whether to copy the weights of each validation, because callbacks may change the weights
-            afterwards. best.ckpt then contains the validated weights, and also the weights with which training
-            continues. Default: False.
-        is_compared: The monitored value is compared at the end of this stage. `given` selects the stage that logs the
-            tag first. None selects the stage by the name of the tag. Default: None.
     """
 
     def __init__(
@@ -86,21 +78,13 @@ class Checkpointing(Callback):
         save_last: bool = True,
         save_best: bool = True,
         config: str | None = None,
-        holds_scored: bool = False,
-        is_compared: Literal["train", "val", "given"] | None = None,
     ) -> None:
         super().__init__()
-        self._is_compared = is_compared
         # Optimizer step at which the last validation ran.
         self._validated_at: int | None = None
-        self._earlier: Tensor | None = None
-        # Description of the last good checkpoint, for error messages.
-        self.saved = "no checkpoint was saved before it"
-        self.holds_scored = holds_scored
-        # Weights of the current validation, and weights of the best validation until best.ckpt is written.
-        self._validated: State | None = None
-        self._scored: State | None = None
-        self._writes_scored = self._is_changed = False
+        # Monitored value before the last validation, and the monitored value that was compared last.
+        self._before_validation: Tensor | None = None
+        self._compared: Tensor | None = None
         self.directory = Path(directory) / CHECKPOINTS
         self.last_path, self.best_path = self.directory / "last.ckpt", self.directory / "best.ckpt"
         self.monitor, self.mode = monitor, mode
@@ -117,8 +101,6 @@ class Checkpointing(Callback):
         self._owes_last = False
         self._saved_step = 0
         self._position: Position | None = None
-        # Position at which a resumed run starts; read by BeforeOthers.
-        self.resumed: Position | None = None
 
     @property
     def is_late(self) -> bool:
@@ -150,14 +132,14 @@ class Checkpointing(Callback):
                 trainer.save_checkpoint(path, weights_only=False)
         finally:
             self._position = None
-        self._describe(trainer, f"the last good checkpoint is checkpoints/{path.name}, of step {position.step}")
-
-    def _describe(self, trainer: Trainer, saved: str) -> None:
-        self.saved = saved
-        if isinstance(module := trainer.lightning_module, TrainingModule):
-            module.saved = saved
 
     # --- when ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Without a dirpath, these callbacks would write to the folder of a logger.
+        for one in trainer.checkpoint_callbacks:
+            if isinstance(one, ModelCheckpoint) and one.dirpath is None:
+                one.dirpath = str(self.directory / OF_LIGHTNING)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -170,16 +152,21 @@ class Checkpointing(Callback):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         self.is_wanted = False
         self._owes_last = self._is_restored
+        # Recording has just logged the values from before a resume again.
+        self._compared = trainer.callback_metrics.get(str(self.monitor))
         if self._is_restored:
             self._is_restored = False
             forget_restart(trainer)
             self._copy_best(trainer)
 
-    def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Write the checkpoints that are due before a batch. Every rank must call this method.
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_batch(trainer, 0)  # before other callbacks start the epoch
 
-        The start of an epoch also calls this method for the epoch's first batch.
-        """
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        self._start_batch(trainer, batch_idx)
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        """Write the checkpoints that are due before a batch. Every rank must call this method."""
         step = trainer.global_step
         if step == self._saved_step and not self._is_better:
             return
@@ -192,9 +179,9 @@ class Checkpointing(Callback):
             self._write(trainer, before_batch(trainer, batch_idx), is_due=is_due)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.end(trainer, after_fit(trainer))
+        self._end(trainer, after_fit(trainer))
 
-    def end(self, trainer: Trainer, position: Position) -> None:
+    def _end(self, trainer: Trainer, position: Position) -> None:
         """Write the last state unless it is already written, and wait for all writes.
 
         Every rank must call this method.
@@ -217,66 +204,53 @@ class Checkpointing(Callback):
         if is_due:
             self._saved_step, self._saved_at = position.step, time.monotonic()
             self.is_wanted = False
-        # If the weights are still the scored ones, best.ckpt is a copy of last.ckpt.
-        is_copied = False
         if is_due and self.is_saving_last:
             self._owes_last = False
             self.save(trainer, position, self.last_path)
-            is_copied = self._scored is None or not trainer.strategy.broadcast(self._is_changed)
         if self._is_better:
-            if not is_copied:
-                self._writes_scored = True
+            self._is_better = False
+            if not (is_due and self.is_saving_last):
                 self.save(trainer, position, self.best_path)
-                self._writes_scored = False
             elif trainer.is_global_zero:
                 _io(trainer).copy_checkpoint(self.last_path, self.best_path)
-            self._is_better, self._scored = False, None
 
     # --- the best ---
 
-    def hold(self, trainer: Trainer) -> None:
-        """Copy the module's weights, which belong to the next monitored value. Every rank must call this method."""
-        if self.holds_scored and self.is_saving_best:
-            self._validated = on_host(_without_pruning(trainer.strategy.lightning_module_state_dict()))
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._earlier = trainer.callback_metrics.get(str(self.monitor))
+        self._before_validation = trainer.callback_metrics.get(str(self.monitor))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._validated_at = trainer.global_step
-            # If no new value was logged, Lightning keeps the same object under the tag.
-            found = trainer.callback_metrics.get(str(self.monitor))
-            if self._is_compared == "given" and found is not None and found is not self._earlier:
-                self._is_compared = "val"
-            if self._is_compared != "given":
-                self._compare(trainer, stage="val")
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        self._validated_at = trainer.global_step
+        # If no new value was logged, Lightning keeps the same object under the tag.
+        found = trainer.callback_metrics.get(str(self.monitor))
+        if found is not None and found is not self._before_validation:
+            self._compare(trainer, found)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_there = self.monitor in trainer.callback_metrics
-        if self._is_compared == "given" and (is_there or self._validated_at is not None):
-            self._is_compared = "train"
-        if self.watches_training:
-            self._compare(trainer, stage="train")
+        found = trainer.callback_metrics.get(str(self.monitor))
+        if found is not None and found is not self._compared:
+            self._compare(trainer, found)
+        # The check has found the tags of a TrainingModule. A user's module may log the monitored value in a validation.
+        is_checked = isinstance(pl_module, TrainingModule) or trainer.enable_validation
+        if found is None and self.is_saving_best and (self._validated_at is not None or not is_checked):
+            monitored_value(trainer.callback_metrics, str(self.monitor))  # raises an error
         if self.best is not None and self.best["epoch"] == trainer.current_epoch:
             note_metrics(self.best, trainer.callback_metrics, stage="train")
+        if not is_epoch_complete(trainer):
+            # A limit ends the run within an epoch. Other callbacks may act now, although a longer run would not end the
+            # epoch at this batch.
+            self._end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
 
-    @property
-    def watches_training(self) -> bool:
+    def _compare(self, trainer: Trainer, found: Tensor) -> None:
+        """Compare a new monitored value with the best value."""
+        self._compared, value = found, float(found)
         if not self.is_saving_best:
-            return False
-        if self._is_compared is not None:
-            return self._is_compared == "train"
-        return is_of_training(self.monitor)
-
-    def _compare(self, trainer: Trainer, *, stage: str) -> None:
-        if not self.is_saving_best or self.monitor is None or (self.watches_training and stage == "val"):
             return
-        value = monitored_value(trainer.callback_metrics, self.monitor)
         if not math.isfinite(value):
             log.warning("%s is %s at step %d: not the best", self.monitor, value, trainer.global_step)
-            return
-        if is_better(value, self.best, mode=self.mode):
+        elif is_better(value, self.best, mode=self.mode):
             place = {"step": trainer.global_step, "epoch": trainer.current_epoch}
             self.best = best_from({"metric": self.monitor, "value": value, **place}, self.best_path)
             if self._validated_at == trainer.global_step:
@@ -284,8 +258,6 @@ class Checkpointing(Callback):
             self._is_better = True
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 logger.log_metrics(best_scalars(self.best), trainer.global_step)
-            self._scored = self._validated
-        self._validated = None
 
     def _copy_best(self, trainer: Trainer) -> None:
         """Copy best.ckpt from the run directory that this run resumes from.
@@ -312,20 +284,9 @@ class Checkpointing(Callback):
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         if self.config is not None:
             checkpoint[CONFIG] = self.config
-        # A value of training belongs to no particular weights, so the averaged weights are saved.
-        is_average = self.watches_training and CURRENT in checkpoint
-        is_held = self._scored is None or is_average or _holds(checkpoint["state_dict"], self._scored)
-        self._is_changed = not is_held
-        if self._writes_scored and self._is_changed:
-            # If the weights are averaged, the entry CURRENT already has the trained weights.
-            checkpoint.setdefault(CURRENT, checkpoint["state_dict"])
-            checkpoint["state_dict"], checkpoint[SCORED] = self._scored, True
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != "fit":
-            if any(isinstance(callback, WeightAveraging) for callback in vars(trainer)["callbacks"]):
-                # After a fit, Lightning's callback has just replaced the average by the trained weights.
-                trainer.strategy.load_model_state_dict(checkpoint, strict=trainer.lightning_module.strict_loading)
             return
         if POSITION not in checkpoint:
             raise RunError(
@@ -336,10 +297,7 @@ class Checkpointing(Callback):
         checkpoint["loops"]["fit_loop"] = fit_loop_state(
             trainer, position, is_manual=not pl_module.automatic_optimization
         )
-        if SCORED in checkpoint:
-            pl_module.load_state_dict(checkpoint[CURRENT])
-        self._is_restored, self.resumed = True, position
-        self._describe(trainer, f"the last good checkpoint is {trainer.ckpt_path}, of step {position.step}")
+        self._is_restored = True
         found = checkpoint[BEST]
         if self.is_saving_best and found is not None and found["metric"] == self.monitor:
             self.best = best_from(found, self.best_path)
@@ -379,11 +337,6 @@ def monitored_value(values: Mapping[str, Any], monitor: str) -> float:
     return float(values[monitor])
 
 
-def is_of_training(monitor: str | None) -> bool:
-    """Return whether the monitored tag is a training value, which a validation does not compute."""
-    return monitor is not None and (monitor.endswith("/train") or monitor == EPOCH_LOSS)
-
-
 def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bool:
     """Return whether a value is better than the best value so far. If `best` is None, every value is better."""
     if best is None:
@@ -402,29 +355,6 @@ def best_from(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Checkpoints of old versions have no epoch and no metrics; the defaults are -1 and an empty dict.
     """
     return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
-
-
-def _without_pruning(state: State) -> State:
-    """Return the state dict with pruned weights as single tensors.
-
-    torch.nn.utils.prune stores a pruned weight as two entries, `_orig` and `_mask`. Their product replaces them.
-    """
-    split = [name.removesuffix("_mask") for name in state if name.endswith("_mask")]
-    split = [name for name in split if f"{name}_orig" in state and name not in state]
-    own = {name: state[f"{name}_orig"] * state[f"{name}_mask"] for name in split}
-    parts = {f"{name}{end}" for name in split for end in ("_orig", "_mask")}
-    return {**{name: value for name, value in state.items() if name not in parts}, **own} if split else state
-
-
-def _holds(state: State, scored: State) -> bool:
-    """Return whether a checkpoint's weights equal the scored weights.
-
-    Averaged weights may be saved in a wider dtype, so they are compared in the dtype of the scored weights.
-    """
-    return state.keys() == scored.keys() and all(
-        torch.equal(state[name].to(value), value) if isinstance(value, Tensor) else state[name] == value
-        for name, value in scored.items()
-    )
 
 
 def sweep_run(directory: Path) -> None:

@@ -41,8 +41,8 @@ LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "
 REFRESH_SECONDS = 0.25
 # Minimum seconds between two lines: at the ends of epochs, and within an epoch.
 LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
-# Minimum width of the bar in columns.
-BAR_WIDTH = 8
+# Width of the bar in columns.
+BAR_WIDTH = 12
 
 
 @contextmanager
@@ -154,20 +154,12 @@ class View:
     rate: float | None
     latest: Mapping[str, float]
 
-    def values(self, room: float = math.inf) -> str:
-        """Return the latest values and the speed as text of at most `room` columns.
-
-        If the text is too long, the last values are left out.
-        """
-        speed = (
-            []
-            if self.rate is None
-            else [f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s"]
-        )
+    def values(self) -> str:
+        """Return the latest values and the speed."""
         values = [f"{tag} {value:.4g}" for tag, value in self.latest.items()]
-        while values and len("  ".join([*values, *speed])) > room:
-            values.pop()
-        return "  ".join([*values, *speed])
+        if self.rate is not None:
+            values.append(f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s")
+        return "  ".join(values)
 
     def text(self) -> str:
         return f"{self.title}  step {self.step}  {self.values()}"
@@ -203,7 +195,7 @@ class Lines:
 
 
 class Bar(Lines):
-    """Progress display that draws a bar over the batches of an epoch or an evaluation, and writes lines to the log."""
+    """Progress display that draws a bar over the batches of an epoch, and writes lines to the log."""
 
     def __init__(self) -> None:
         super().__init__(is_printing=False)
@@ -232,14 +224,12 @@ class Bar(Lines):
     def _draw(self, view: View) -> None:
         bar = self._bar = self._bar or _new_bar()
         self._drawn = time.monotonic()
-        counts = f"{view.done}/?" if view.total is None else f"{view.total}/{view.total}"
-        others = len(view.title) + BAR_WIDTH + len(counts) + 3  # three columns before the values, each with a space
         bar.update(
             bar.task_ids[0],
             description=view.title,
             completed=view.done,
             total=view.total,
-            values=view.values(room=bar.console.width - others),
+            values=view.values(),
             refresh=True,
         )
 
@@ -252,10 +242,11 @@ def _new_bar() -> RichProgress:
 
     bar = RichProgress(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(min_width=BAR_WIDTH, max_width=24)),
+        BarColumn(bar_width=BAR_WIDTH),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[values]}", markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[values]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="crop")),
         console=Console(highlight=False),
+        expand=True,
         # No refresh thread, because it would compete with training for the interpreter.
         auto_refresh=False,
     )
@@ -265,7 +256,7 @@ def _new_bar() -> RichProgress:
 
 
 class Progress(Callback):
-    """Callback that shows the run's progress on a display, at most four times per second.
+    """Callback that shows the progress of a run on a display, at most four times per second.
 
     If the display raises an error, the run continues without the display.
     """
@@ -289,33 +280,23 @@ class Progress(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if self._is_due(trainer):
-            self._show("update", self._view(trainer))
+            self._show("update", self._view_epoch(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_due(trainer)
-        self._show("milestone", self._view(trainer))
+        self._show("milestone", self._view_epoch(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._show("close")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating_since = time.monotonic()
-        if trainer.state.fn == "validate":
-            self.on_train_start(trainer, pl_module)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int, *_: object
-    ) -> None:
-        if trainer.state.fn == "validate":
-            self.on_test_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measured += time.monotonic() - self._validating_since
-        if trainer.state.fn == "validate":
-            self._show("close")
         # If the epoch ends with this validation, the end of the epoch shows the line.
-        elif trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
-            self._show("milestone", self._view(trainer))
+        if trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
+            self._show("milestone", self._view_epoch(trainer))
 
     on_test_start = on_predict_start = on_train_start
     on_test_end = on_predict_end = on_train_end
@@ -330,7 +311,9 @@ class Progress(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._is_due(trainer):
-            self._show("update", self._view(trainer, evaluated=batch_idx + 1))
+            total = sum(trainer.num_test_batches if trainer.testing else trainer.num_predict_batches)
+            title = "test" if trainer.testing else "predict"
+            self._show("update", self._view(trainer, title, batch_idx + 1, total))
 
     on_predict_batch_end = on_test_batch_end
 
@@ -350,24 +333,13 @@ class Progress(Callback):
             self._measured, self._step = now, step
         return True
 
-    def _view(self, trainer: Trainer, *, evaluated: int | None = None) -> View:
-        """Return the view of the current progress.
+    def _view_epoch(self, trainer: Trainer) -> View:
+        epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
+        # At the end of the last epoch, Lightning has counted one more.
+        title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
+        return self._view(trainer, title, trainer.fit_loop.batch_idx + 1, trainer.num_training_batches)
 
-        Args:
-            trainer: The Trainer.
-            evaluated: Completed batches of an evaluation. None during training.
-        """
-        if evaluated is None:
-            epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
-            # At the end of the last epoch, Lightning has counted one more.
-            title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
-            done, total = trainer.fit_loop.batch_idx + 1, trainer.num_training_batches
-        elif trainer.testing:
-            title, done, total = "test", evaluated, sum(trainer.num_test_batches)
-        elif trainer.predicting:
-            title, done, total = "predict", evaluated, sum(trainer.num_predict_batches)
-        else:
-            title, done, total = "val", evaluated, sum(trainer.num_val_batches)
+    def _view(self, trainer: Trainer, title: str, done: int, total: float) -> View:
         known = None if total == math.inf else int(total)
         return View(title, trainer.global_step, done, known, self._rate, self._latest())
 

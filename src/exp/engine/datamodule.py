@@ -18,7 +18,7 @@ from exp.data.data import Data
 from exp.data.entries import class_names
 from exp.data.loader import Loader
 from exp.engine.checkpoint import read_checkpoint
-from exp.engine.progress import next_batch, refuse_late_validation
+from exp.engine.progress import next_batch
 from exp.errors import RunError
 from exp.nested import move_tensors
 from exp.shared_types import Batch, Stage
@@ -89,7 +89,6 @@ class StagedData(LightningDataModule):
 
         Raises:
             RunError: The training split has no batch.
-            ConfigError: An epoch has fewer batches than `trainer.val_check_interval`.
         """
         batches = self.batches("train")
         if batches == 0:
@@ -97,7 +96,6 @@ class StagedData(LightningDataModule):
                 "the training split has no batch; expected one or more. data.drop_last leaves out a short last batch: "
                 "set it to false, or data.batch_size to fewer samples"
             )
-        refuse_late_validation(self.trainer, batches)
         return self._make_batches("train")
 
     def val_dataloader(self) -> Batches:

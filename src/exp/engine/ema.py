@@ -8,30 +8,30 @@ LightningModule, including all objects that hooks attach to the module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from exp.engine.checkpoint import CURRENT, State
+from exp.errors import RunError
 from exp.precision.plugin import ScaledPrecision
 from exp.strategies.whole_state import WholeState, local_part
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 class ExponentialMovingAverage(Callback):
-    """Callback that averages the weights: an update sets `average = decay * average + (1 - decay) * weights`.
+    """Callback that averages the weights after each optimizer step.
 
-    The first update copies the weights. Every update copies frozen parameters. Buffers, such as the statistics of
+    An update sets `average = decay * average + (1 - decay) * weights`. The first update copies the weights. Every
+    update copies frozen parameters. Buffers, such as the statistics of
     BatchNorm, are not averaged. Steps that the optimizer skips because a gradient is not finite do not count. Averages
     of half-precision weights are float32, because an update is often smaller than the precision of bfloat16.
 
@@ -40,8 +40,6 @@ class ExponentialMovingAverage(Callback):
 
     Args:
         decay: Weight of the old average. Default: 0.999.
-        every_n_steps: Optimizer steps between two updates. Default: 1.
-        start_step: Optimizer step of the first update, counted from 1. Default: 1.
         warmup: Whether to use min(decay, (1 + n) / (10 + n)) as the decay after n updates. This reduces the influence
             of the first weights in a short run. TensorFlow's ExponentialMovingAverage has the same rule. Default: True.
     """
@@ -53,17 +51,13 @@ class ExponentialMovingAverage(Callback):
         self,
         *,
         decay: Annotated[float, Interval(ge=0, lt=1)] = 0.999,
-        every_n_steps: Annotated[int, "a whole number of steps", Ge(1)] = 1,
-        start_step: Annotated[int, "an optimizer step", Ge(1)] = 1,
         warmup: bool = True,
     ) -> None:
         self.decay = decay
-        self.every_n_steps = every_n_steps
-        self.start_step = start_step
         self.warmup = warmup
         self._updates = 0
         self._latest_step = 0
-        self._skipped, self._taken = 0, 0
+        self._taken = 0
         self.average: dict[str, Tensor] = {}
         self._current: dict[str, Tensor] = {}
 
@@ -86,11 +80,8 @@ class ExponentialMovingAverage(Callback):
         if isinstance(precision, ScaledPrecision) and precision.skips:
             before, self._taken = self._taken, int(precision.scaler.taken_steps)  # waits for the device
             if self._taken == before:
-                self._skipped += 1
                 return
-        after = self._latest_step - self._skipped - self.start_step
-        if after >= 0 and after % self.every_n_steps == 0:
-            self._update(_tensors(pl_module))
+        self._update(_tensors(pl_module))
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
@@ -109,14 +100,15 @@ class ExponentialMovingAverage(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if not self.average:
             return
-        own, strategy = checkpoint["state_dict"], trainer.strategy
+        saved, strategy, average, current = checkpoint["state_dict"], trainer.strategy, self.average, self._current
         if isinstance(strategy, WholeState):
-            average, current = strategy.gather_all(self.average), strategy.gather_all(self._current)
-        else:
-            average = _with(self.average, pl_module, lambda module: module.state_dict())
-            current = _with(self._current, pl_module, lambda module: module.state_dict()) if self._current else {}
-        checkpoint[CURRENT] = {name: current.get(name, tensor) for name, tensor in own.items()}
-        checkpoint["state_dict"] = {name: average.get(name, tensor) for name, tensor in own.items()}
+            average, current = strategy.gather_all(average), strategy.gather_all(current)
+        if other := average.keys() - saved.keys():
+            raise RunError(
+                f"the state_dict of {type(pl_module).__name__} has no entry {min(other)}; expected the names of its "
+                "parameters. Leave out the callback ema, or the code that changes names in the state_dict"
+            )
+        checkpoint[CURRENT], checkpoint["state_dict"] = {**saved, **current}, {**saved, **average}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -126,21 +118,15 @@ class ExponentialMovingAverage(Callback):
             self.average = {}
             log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
             return
-        saved, own = checkpoint["state_dict"], _tensors(pl_module)
-        if isinstance(trainer.strategy, WholeState):
-            self.average = {name: _wide(saved[name]) for name in own}
-        else:
-            self.average = {name: _wide(tensor.detach()) for name, tensor in own.items()}
-            _with(self.average, pl_module, lambda module: module.load_state_dict(saved))
+        self.average = {name: _wide(checkpoint["state_dict"][name]) for name in _tensors(pl_module)}
         pl_module.load_state_dict(checkpoint[CURRENT])
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self._updates, "latest_step": self._latest_step, "skipped": self._skipped}
+        return {"updates": self._updates, "latest_step": self._latest_step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self._updates = state_dict["updates"]
         self._latest_step = state_dict["latest_step"]
-        self._skipped = state_dict["skipped"]
 
     @torch.no_grad()
     def _update(self, own: Mapping[str, Tensor]) -> None:
@@ -178,30 +164,6 @@ def _tensors(module: LightningModule) -> dict[str, Tensor]:
         if isinstance(part, FSDPModule):
             part.reshard()  # a forward may have left whole tensors instead of shards
     return dict(module.named_parameters(remove_duplicate=False))
-
-
-class _Holder(nn.Module):
-    """Wrapper module, so that functional_call can run any function on the wrapped module."""
-
-    def __init__(self, held: LightningModule) -> None:
-        super().__init__()
-        self.held = held
-
-    def forward(self, function: Callable[[LightningModule], object]) -> object:
-        return function(self.held)
-
-
-def _with(
-    tensors: Mapping[str, Tensor], module: LightningModule, function: Callable[[LightningModule], Result]
-) -> Result:
-    """Return `function(module)`, computed with `tensors` instead of the module's parameters.
-
-    The tensors may have another dtype. Assigning to `parameter.data` would reset the gradient accumulator, to which DDP
-    attaches its hooks.
-    """
-    named = {f"held.{name}": tensor for name, tensor in tensors.items()}
-    result: Result = functional_call(_Holder(module), named, (function,), tie_weights=False)
-    return result
 
 
 def _wide(tensor: Tensor) -> Tensor:

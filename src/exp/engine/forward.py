@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from exp.engine.compilation import as_needed
+from exp.engine.runtime import EAGER, run_uncompiled
 from exp.errors import RunError
 from exp.models.inference import input_names, network_call
 from exp.nested import Nested, map_tensors, named_parts
@@ -110,7 +110,9 @@ def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
     For second derivatives, attention and recurrent layers use plain kernels. The fused kernels of attention, oneDNN and
     cuDNN do not support the derivative of their backward.
     """
-    with as_needed(needs, network), ExitStack() as stack:
+    with ExitStack() as stack:
+        if needs & EAGER:
+            stack.enter_context(run_uncompiled(network))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if needs & TWICE:

@@ -27,7 +27,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -100,33 +99,26 @@ class LeanEpochLoop(_TrainingEpochLoop):
     ) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.steps_per_execution = steps_per_execution
-        self._one_by_one = False
-        self._reported: str | None = None
+        self.is_one_by_one = steps_per_execution == 1
 
     @property
     def global_step(self) -> int:
         # Lightning's property checks for manual optimization first; callbacks read this property in each batch.
         return self.automatic_optimization.optim_progress.optimizer.step.total.completed
 
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        super().on_run_start(data_fetcher)
-        self._one_by_one = self.steps_per_execution == 1
-
     def _find_step(self) -> LeanStep | None:
-        """Return the LeanStep for this execution; None if Lightning's own loop must run the rest of the epoch."""
-        if self._one_by_one or self.restarting:
+        """Return the LeanStep for this execution; None if Lightning's own loop must run the rest of the training."""
+        if self.is_one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
         if reason is None:
             return LeanStep(self)
-        self._one_by_one = True
-        if reason != self._reported:
-            log.log(
-                logging.INFO if self.steps_per_execution is None else logging.WARNING,
-                "runtime.steps_per_execution is 1, and each step goes through Lightning's own loop: %s",
-                reason,
-            )
-            self._reported = reason
+        self.is_one_by_one = True
+        log.log(
+            logging.INFO if self.steps_per_execution is None else logging.WARNING,
+            "runtime.steps_per_execution is 1, and each step goes through Lightning's own loop: %s",
+            reason,
+        )
         return None
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -581,8 +573,6 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
     strategy = trainer.strategy
     if is_own(strategy) and strategy.handles_gradient_accumulation:
         yield f"the strategy {type(strategy).__name__} accumulates gradients itself"
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        yield "the callback StochasticWeightAveraging runs an epoch without a backward"
 
 
 def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:

@@ -1,15 +1,14 @@
 """LightningModule of a run, with its network, objective, metrics and optimizer.
 
-Private names of Lightning (2.6.6), tested: `_current_fx_name`, `_on_before_batch_transfer`,
-`_apply_batch_transfer_handler` and `_trainer`; docs/engine.md lists them with their tests.
+Private names of Lightning (2.6.6), tested: `_current_fx_name` and `_trainer`; docs/engine.md lists them with their
+tests.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,8 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from exp.data.randomness import reseed
 from exp.engine.buffer import EpochValues
-from exp.engine.checkpoint import State, lay_out_optimizer_states
-from exp.engine.compilation import run_uncompiled
+from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
 from exp.engine.forward import (
     Forward,
@@ -34,11 +32,11 @@ from exp.engine.forward import (
     make_passes,
     named_values,
 )
-from exp.engine.non_finite import FIXES, Kinds, kinds_by_design, require_finite
+from exp.engine.non_finite import finite_names, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
 from exp.engine.progress import Limits, total_epochs, total_steps
+from exp.engine.runtime import run_uncompiled
 from exp.errors import UserCodeError
-from exp.hooks.step import Window
 from exp.nested import move_tensors
 from exp.objectives.measures import Measure, as_measure, as_scored
 from exp.objectives.objective import Mean, Objective
@@ -50,49 +48,37 @@ from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.whole_state import local_part
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Micro-batches `start` to `stop - 1` of an epoch, which form one optimizer step.
-
-    Attributes:
-        epoch: Epoch, counted from 0.
-        start: Number of the first micro-batch.
-        stop: Number of the last micro-batch plus 1.
-        count: Configured number of accumulated micro-batches.
-        weights: Divisors of the step.
-    """
-
-    epoch: int
-    start: int
-    stop: int
-    count: int
-    weights: StepWeights
-
-
 class StepDivisors:
     """Source of the divisors by which a step's losses are divided, computed over all of its micro-batches."""
 
     def __init__(self, module: TrainingModule) -> None:
         self._module = module
-        self._window: _Window | None = None
         self._is_weighed = bool(module.objective.weighed)
+        self.clear()
+
+    @property
+    def _trainer(self) -> RunTrainer:
+        return cast(RunTrainer, self._module.trainer)
 
     def clear(self) -> None:
-        self._window = None
+        """Forget the current step."""
+        # Epoch and number of accumulated batches, numbers of the step's micro-batches in the epoch, and their divisors.
+        self._key, self._numbers = (-1, 0), range(0)
+        self._weights: StepWeights | None = None
 
     def of_batch(self, batch: Batch, batch_idx: int) -> Batch:
         """Return a micro-batch with the divisors of its step. Every rank must call it at a step's first micro-batch."""
-        trainer, window = self._module.run_trainer, self._window
-        epoch, count = trainer.current_epoch, trainer.accumulate_grad_batches
+        trainer = self._trainer
+        count = trainer.accumulate_grad_batches
+        key = trainer.current_epoch, count
         if count == 1:
             return batch
-        is_same = window is not None and (window.epoch, window.count) == (epoch, count)
-        if window is None or not is_same or not window.start <= batch_idx < window.stop:
+        if self._weights is None or key != self._key or batch_idx not in self._numbers:
             stop = int(min(batch_idx - batch_idx % count + count, trainer.num_training_batches))
             found = trainer.datamodule.ahead.micro_batches(batch_idx, stop, with_data=self._is_weighed)
-            weights = self._weights(found)
-            window = self._window = _Window(epoch, batch_idx, batch_idx + weights.micro_batches, count, weights)
-        return batch.with_step(window.weights)
+            self._weights = self._divide(found)
+            self._key, self._numbers = key, range(batch_idx, batch_idx + self._weights.micro_batches)
+        return batch.with_step(self._weights)
 
     def of_step(self, window: Sequence[tuple[Batch, int]]) -> Sequence[tuple[Batch, int]]:
         """Return all micro-batches of a step with the divisors of the step. Every rank must call this method.
@@ -102,17 +88,17 @@ class StepDivisors:
         """
         if len(window) == 1:
             return window
-        weights = self._weights([batch for batch, _ in window])
+        weights = self._divide([batch for batch, _ in window])
         return [(batch.with_step(weights), batch_idx) for batch, batch_idx in window]
 
-    def _weights(self, batches: Sequence[Batch]) -> StepWeights:
+    def _divide(self, batches: Sequence[Batch]) -> StepWeights:
         module, objective = self._module, self._module.objective
         names = [objective.terms[name].names.values() for name in objective.weighed]
         read = {name for some in names for name in some} if all(names) else None
 
         def by_name(data: object) -> Values:
             values = {one: value for one, value in named_values(data).items() if read is None or one in read}
-            converted: Values = module.run_trainer.precision_plugin.convert_input(values)
+            converted: Values = self._trainer.precision_plugin.convert_input(values)
             return move_tensors(converted, module.device)
 
         return objective.step_weights(batches, by_name, device=module.device)
@@ -140,14 +126,12 @@ class TrainingModule(LightningModule):
         averages_gradients: True if the module averages gradients over ranks, so that DDP must not.
         run_network: Callable that a step calls with the inputs. A strategy may replace it.
         last: Result of the last training step.
-        saved: Description of the last good checkpoint.
         observer: Observer of training and evaluation; Recording sets it.
         divisors: Divisors of the losses over accumulated micro-batches.
     """
 
     averages_gradients = False
     phases: Sequence[Phase] = ()
-    fixes = FIXES
     run_network: Runner
     # Lightning's property `trainer` checks for None at each access, which takes time in every step.
     _trainer: RunTrainer
@@ -187,8 +171,7 @@ class TrainingModule(LightningModule):
             }
         )
         self._train_values = self.values_of("train")
-        self._by_design: Mapping[str, Kinds] = {}
-        self.saved = "no checkpoint was saved before it"
+        self._finite: frozenset[str] = frozenset()
         # Not a submodule, so that the state dict contains the network only once.
         self.__dict__["run_network"] = network
         self._run = forward_by_name(network, self.inputs)
@@ -204,16 +187,6 @@ class TrainingModule(LightningModule):
         else:
             super().__setattr__(name, value)
 
-    def _on_before_batch_transfer(self, batch: Batch, dataloader_idx: int = 0) -> Batch:
-        # Lightning's own method checks eight times per step which transfer hooks are overridden. Tested with 2.6.6:
-        # Lightning's strategies call these two methods for each batch, and no other code moves a batch.
-        return batch
-
-    def _apply_batch_transfer_handler(
-        self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Batch:
-        return self._trainer.datamodule.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
-
     def values_of(self, stage: Stage) -> EpochValues:
         """Return the loss sums and metrics of a stage's epoch."""
         values = self.epoch_values[f"{stage}_values"]
@@ -225,7 +198,7 @@ class TrainingModule(LightningModule):
         count = self._trainer.accumulate_grad_batches
         if count != 1:
             batch = self.divisors.of_batch(batch, batch_idx)
-        values, loss, parts = self._share(batch, batch_idx)
+        values, loss, parts = self.compute(batch, batch_idx)
         if self._is_weighed and self.is_counting:
             self._train_values.add(self.objective.own_means(batch))
         # nn.Module.__setattr__ takes as long as a small operator.
@@ -236,11 +209,7 @@ class TrainingModule(LightningModule):
         own = count if batch.step is None else batch.step.micro_batches
         return loss if own == count else loss * (count / own)
 
-    @property
-    def run_trainer(self) -> RunTrainer:
-        return self._trainer
-
-    def _share(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
+    def compute(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
         """Return the values by name, the objective and its terms, without adding them to the epoch's sums."""
         reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx)
         observer = self.observer
@@ -311,7 +280,7 @@ class TrainingModule(LightningModule):
     def setup(self, stage: str) -> None:
         self.divisors.clear()
         if stage == "fit":
-            self._by_design = kinds_by_design(self)
+            self._finite = finite_names(self)
 
     def on_save_checkpoint(self, checkpoint: State) -> None:
         # Lightning calls this after on_save_checkpoint of all callbacks.
@@ -323,15 +292,21 @@ class TrainingModule(LightningModule):
         device, ranks = self._trainer.strategy.root_device, self._trainer.datamodule.world_size
         self._train_values.restore(state, device=device, rank=self.rank, ranks=ranks)
 
+    @property
+    def precision(self) -> RunPrecision:
+        """Precision plugin of the run."""
+        plugin = self._trainer.precision_plugin
+        assert isinstance(plugin, RunPrecision)
+        return plugin
+
     def require_finite(self, state: State) -> None:
         """Raise NonFiniteError if a checkpoint or a state dict contains unexpected non-finite numbers.
 
         Every rank must call this method.
         """
-        require_finite(state, self._by_design, self._trainer, saved=self.saved)
+        require_finite(state, self._finite, self._trainer)
 
     def on_load_checkpoint(self, checkpoint: State) -> None:
-        lay_out_optimizer_states(checkpoint, self.network)
         if self.trainer.state.fn == "fit":
             self.restore_epoch(checkpoint)
 
@@ -343,24 +318,6 @@ class TrainingModule(LightningModule):
         with run_uncompiled(self.network):
             loss: Tensor = self.objective(self._run(run_network, data))[0]
         return loss
-
-    def scaled_loss(self, window: Window, place: int) -> Tensor:
-        """Recompute the scaled loss of a window's micro-batch, and return it with its graph, 0-d.
-
-        Args:
-            window: Micro-batches of one optimizer step.
-            place: Index of the micro-batch in the window.
-        """
-        trainer = self._trainer
-        with trainer.precision_plugin.train_step_context():
-            loss = self._share(*self.divisors.of_step(window.batches)[place])[1]
-        loss = loss / len(window.batches)
-        precision = trainer.precision_plugin
-        return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
-
-    def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer step of a window changes, by name."""
-        return {name: one for name, one in self.network.named_parameters() if one.requires_grad}
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
         """Return pairs of a module that steps run, and the needs of the terms that read the module's output."""

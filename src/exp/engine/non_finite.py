@@ -8,7 +8,7 @@ skip                   steps with such a gradient change nothing (precision/scal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,72 +22,56 @@ from exp.shared_types import Batch
 from exp.spelling import among
 from exp.strategies.whole_state import local_part
 
-# Names of kinds of non-finite numbers. A buffer may contain some of them intentionally.
-Kinds = frozenset[str]
-INFINITIES: Kinds = frozenset({"infinity", "-infinity"})
+# All checkpoints are checked before they are written.
+NOT_SAVED = "This state is not saved, and all numbers in the saved checkpoints are finite"
 FIXES = (
-    "Lower optimizer.lr or set trainer.gradient_clip_val; add '+hooks=nan_guard', which stops before such a step "
-    "and names the layer; or write runtime.non_finite=skip"
-)
-# Advice for a user's LightningModule, which supports neither the hook nor skipped steps.
-OWN_FIXES = (
     "Lower the learning rate or set trainer.gradient_clip_val; trainer.detect_anomaly=true names the operation with "
     "the first such gradient"
 )
 
 
-def kinds_by_design(module: nn.Module) -> dict[str, Kinds]:
-    """Return the kinds of non-finite numbers that each entry of a state dict may contain.
+def finite_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the entries of a state dict that must stay finite.
 
-    These are the kinds that the entry contains now, such as -inf in a mask. Trained parameters may contain none.
+    These are the trained parameters, and all other tensors that are finite now. A mask may contain -inf, for example.
     """
     learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    suspects = {name for name, _ in _suspects(list(held.items()))}
-    return {name: _kinds(held[name]) if name in suspects - learning else frozenset() for name in held}
+    held = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
+    return frozenset(name for name, _ in held) - (set(_non_finite(held)) - learning)
 
 
-def require_finite(
-    state: State, by_design: Mapping[str, Kinds], trainer: Trainer, *, saved: str, fixes: str = FIXES
-) -> None:
+def require_finite(state: State, names: frozenset[str], trainer: Trainer) -> None:
     """Raise NonFiniteError if a checkpoint contains unexpected non-finite numbers. Every rank must call this function.
 
     Weights, averaged weights and optimizer states are checked.
 
     Args:
         state: Checkpoint.
-        by_design: Result of `kinds_by_design`. An entry that is not listed may contain infinities.
+        names: Result of `finite_names`.
         trainer: The Trainer.
-        saved: Description of the last good checkpoint, for the message.
-        fixes: Advice for the message.
 
     Raises:
         NonFiniteError: A number is not finite. Raised on all ranks if at least one rank has such a number.
     """
-    found = broken_entries(state, by_design)
+    found = broken_entries(state, names)
     is_broken = bool(found)
     if trainer.world_size > 1:
         flag = torch.tensor(float(is_broken), device=trainer.strategy.root_device)
         is_broken = bool(trainer.strategy.reduce(flag, reduce_op="max") > 0)
     if is_broken:
         what = among(found, count=6) if found else "tensors of other ranks"
-        raise NonFiniteError(
-            f"not finite after step {trainer.global_step}: {what}. This state is not saved; {saved}. {fixes}"
-        )
+        raise NonFiniteError(f"not finite after step {trainer.global_step}: {what}. {NOT_SAVED}. {FIXES}")
 
 
-def broken_entries(state: State, by_design: Mapping[str, Kinds]) -> list[str]:
-    """Return the names of tensors with non-finite numbers that `by_design` does not allow."""
-    named = [(name, value) for name, value in state["state_dict"].items() if isinstance(value, Tensor)]
-    average = state[CURRENT].items() if CURRENT in state else ()
-    named += [(name, value) for name, value in average if isinstance(value, Tensor)]
-    found = [name for name, value in _suspects(named) if _kinds(value) - by_design.get(name, INFINITIES)]
-    states = [("the optimizer's state", value) for value in tensors_in(state.get("optimizer_states"))]
-    found += [name for name, value in _suspects(states) if _kinds(value)]
+def broken_entries(state: State, names: frozenset[str]) -> list[str]:
+    """Return the names of tensors with unexpected non-finite numbers. `names` is the result of `finite_names`."""
+    named = [*state["state_dict"].items(), *state.get(CURRENT, {}).items()]
+    found = _non_finite([(name, value) for name, value in named if name in names and isinstance(value, Tensor)])
+    found += _non_finite([("the optimizer's state", one) for one in tensors_in(state.get("optimizer_states"))])
     return list(dict.fromkeys(name.removeprefix("network.") for name in found))
 
 
-def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: str = FIXES) -> None:
+def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
     """Raise NonFiniteError for a loss that is nan or infinite.
 
     An infinite loss is allowed under a loss scale, because the scale will fall.
@@ -96,13 +80,11 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool, saved: str, fixes: 
         loss: The loss.
         index: Number of the optimizer step.
         is_scaled: Whether the precision uses a loss scale.
-        saved: Description of the last good checkpoint, for the message.
-        fixes: Advice for the message.
     """
     if not math.isnan(loss) and (math.isfinite(loss) or is_scaled):
         return
     name = "not a number" if math.isnan(loss) else "infinite"
-    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {saved}. {fixes}")
+    raise NonFiniteError(f"the loss is {name} ({loss}) at step {index}; expected a finite number. {NOT_SAVED}. {FIXES}")
 
 
 class UndoneForward(Callback):
@@ -140,19 +122,22 @@ def _skipped_steps(trainer: Trainer) -> Tensor:
     return torch.as_tensor(precision.skipped_steps)
 
 
-def _suspects(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that may contain non-finite numbers. A tensor with a finite sum contains none.
+def _non_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors with numbers that are not finite.
 
-    Each tensor is read once, and each device is waited for once.
+    Each tensor is read once, and each device is waited for once. A tensor with a finite sum has only finite numbers.
     """
     held: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         values = _values(tensor)
         if values.numel() and not values.is_meta:
             held.setdefault(values.device, []).append((name, values))
+    found: list[str] = []
     for entries in held.values():
         sums = torch.stack([values.sum().to(torch.float32) for _, values in entries]).tolist()
-        yield from (entry for entry, total in zip(entries, sums, strict=True) if not math.isfinite(total))
+        suspects = [entry for entry, total in zip(entries, sums, strict=True) if not math.isfinite(total)]
+        found += [name for name, values in suspects if not values.isfinite().all()]
+    return found
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -165,9 +150,3 @@ def _values(tensor: Tensor) -> Tensor:
     if not values.is_floating_point():
         return values.new_empty(0)
     return values if values.dtype.itemsize > 1 else values.float()
-
-
-def _kinds(tensor: Tensor) -> Kinds:
-    values = _values(tensor)
-    found = {"nan": values.isnan(), "infinity": values == math.inf, "-infinity": values == -math.inf}
-    return frozenset(kind for kind, places in found.items() if places.any())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -27,23 +27,13 @@ from exp.nested import tensors_in
 from exp.shared_types import Batch
 
 
-class OwnBatches(Protocol):
-    """Interface that returns this rank's part of each training batch.
+class BatchesOfLoaders:
+    """Training batches of a user's LightningDataModule. A rank's part of a batch is what its loaders return.
 
     Attributes:
         current: This rank's part of the current batch.
         seconds_waited: Total seconds for which training has waited for batches in this process.
     """
-
-    current: Batch
-    seconds_waited: float
-
-    def begin(self, batch: object, batch_idx: int) -> Batch:
-        """Begin a training batch, and return this rank's part of it."""
-
-
-class BatchesOfLoaders:
-    """Training batches of a user's LightningDataModule. A rank's part of a batch is what its loaders return."""
 
     def __init__(self, data: LightningDataModule, *, seed: int, rank: int, world_size: int) -> None:
         self.data, self.seed, self.rank, self.world_size = data, seed, rank, world_size
@@ -52,6 +42,7 @@ class BatchesOfLoaders:
         self._count = 0
 
     def begin(self, batch: object, batch_idx: int) -> Batch:
+        """Begin a training batch, and return this rank's part of it."""
         size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)
         self.current = Batch(data=batch, size=size, global_size=size * self.world_size, world_size=self.world_size)
         return self.current

@@ -20,15 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from exp.data.randomness import reseed
-from exp.engine.checkpoint import State, is_plain, lay_out_optimizer_states, require_plain
-from exp.engine.non_finite import OWN_FIXES, Kinds, kinds_by_design, require_finite
+from exp.engine.checkpoint import State, is_plain, require_plain
+from exp.engine.datamodule import PlainData
+from exp.engine.non_finite import finite_names, require_finite
 from exp.engine.observer import NO_RESULT, UNOBSERVED, StepObserver, StepResult
-from exp.engine.own_data import OwnBatches
+from exp.engine.own_data import BatchesOfLoaders
 from exp.engine.progress import Limits, total_epochs, total_steps
 from exp.errors import UserCodeError
 from exp.optim.phase import Phase
@@ -48,7 +49,6 @@ class OwnModule:
         rank: Index of this process's part of each global batch.
         limits: Limits of the run.
         batches: Source of this rank's part of each batch.
-        saved: Function that returns a description of the last good checkpoint.
 
     Attributes:
         last: Result of the last training step.
@@ -56,7 +56,6 @@ class OwnModule:
     """
 
     phases: Sequence[Phase] = ()
-    fixes = OWN_FIXES
     run_network = None
     loss_with = None
 
@@ -67,22 +66,20 @@ class OwnModule:
         seed: int,
         rank: int,
         limits: Limits,
-        batches: OwnBatches,
-        saved: Callable[[], str],
+        batches: PlainData | BatchesOfLoaders,
     ) -> None:
         self.network, self.seed, self.rank, self.limits = network, seed, rank, limits
-        self.batches, self._saved = batches, saved
+        self.batches = batches
         self.last = NO_RESULT
         self.observer: StepObserver = UNOBSERVED
         self._weight = 1.0
-        self._by_design: Mapping[str, Kinds] = {}
+        self._finite: frozenset[str] = frozenset()
         around: dict[str, Method] = {
             "_on_before_batch_transfer": self._before_batch_transfer,
             "training_step": self._training_step,
             "manual_backward": self._manual_backward,
             "configure_gradient_clipping": self._configure_gradient_clipping,
             "on_save_checkpoint": self._on_save_checkpoint,
-            "on_load_checkpoint": self._on_load_checkpoint,
         }
         if not is_overridden("predict_step", network, LightningModule):
             around["predict_step"] = self._predict_step
@@ -91,17 +88,6 @@ class OwnModule:
             vars(network)[name] = functools.wraps(inner)(functools.partial(method, inner))
         # exp's loggers already have the settings of `module`.
         vars(network)["_log_hyperparams"] = False
-
-    def leave_out(self, data: LightningDataModule, *, step: str, loader: str) -> None:
-        """Hide the step and the loader of a stage from Lightning, which warns if a stage has only one of them.
-
-        Args:
-            data: The data module.
-            step: Name of the module's method, such as test_step.
-            loader: Name of the data module's method, such as test_dataloader.
-        """
-        vars(self.network)[step] = functools.partial(getattr(LightningModule, step), self.network)
-        vars(data)[loader] = functools.partial(getattr(LightningDataModule, loader), data)
 
     def __deepcopy__(self, memo: object) -> OwnModule:
         """Return this object. Callbacks that average weights copy the module, but never train the copy."""
@@ -117,10 +103,6 @@ class OwnModule:
     def seconds_waited(self) -> float:
         return self.batches.seconds_waited
 
-    @property
-    def saved(self) -> str:
-        return self._saved()
-
     def metric_names(self, stage: Stage) -> Sequence[str]:
         """Return an empty list, because the module logs its own metrics."""
         return ()
@@ -133,14 +115,14 @@ class OwnModule:
 
     def begin(self) -> None:
         """Record which tensors contain non-finite numbers intentionally. Call this method before the first step."""
-        self._by_design = kinds_by_design(self.network)
+        self._finite = finite_names(self.network)
 
     def require_finite(self, state: State) -> None:
         """Raise NonFiniteError if a checkpoint or a state dict contains unexpected non-finite numbers.
 
         Every rank must call this method.
         """
-        require_finite(state, self._by_design, self.trainer, saved=self.saved, fixes=self.fixes)
+        require_finite(state, self._finite, self.trainer)
 
     def reseed(self, stage: Stage, *, epoch: int, batch: int) -> None:
         """Set the random generators to the stream of one batch."""
@@ -203,10 +185,6 @@ class OwnModule:
                 # takes them as arguments.
                 checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
         self.require_finite(checkpoint)
-
-    def _on_load_checkpoint(self, inner: Method, checkpoint: State) -> None:
-        lay_out_optimizer_states(checkpoint, self.network)
-        inner(checkpoint)
 
 
 def _loss_of(output: object) -> Tensor | None:

@@ -32,12 +32,10 @@ from exp.data.randomness import reseed
 from exp.engine.forward import Values, detach_output, forward_by_name
 from exp.engine.module import TrainingModule, clip, schedule_config
 from exp.engine.observer import NO_RESULT, WHOLE_STEP, StepResult, Turn
-from exp.hooks.step import Window
 from exp.models.containers import with_forward
 from exp.objectives.objective import Mean
 from exp.optim.parameter_groups import trained_parameters
 from exp.optim.phase import Phase, PhaseOptimizers, PhaseSchedule, turns_of
-from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch
 from exp.strategies.gradient_averaging import average_gradients, broadcast_buffers
 from exp.strategies.strategy import WrapsModule
@@ -142,14 +140,8 @@ class PhasedModule(TrainingModule):
             return
         interval = next(phase.optimization.interval for phase in self.phases if phase.name == name)
         ran = interval == "step" and name in self._ran
-        if not (ran and self._precision.has_skipped(scheduler.optimizer.optimizers[name])):
+        if not (ran and self.precision.has_skipped(scheduler.optimizer.optimizers[name])):
             schedule.step()
-
-    @property
-    def _precision(self) -> RunPrecision:
-        precision = self.trainer.precision_plugin
-        assert isinstance(precision, RunPrecision)
-        return precision
 
     # --- a window ---
 
@@ -159,7 +151,7 @@ class PhasedModule(TrainingModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, WrapsModule) or strategy.broadcasts_buffers:
             broadcast_buffers(self)
-        precision = self._precision
+        precision = self.precision
         losses: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         self._ran = set()
@@ -199,10 +191,14 @@ class PhasedModule(TrainingModule):
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
         with self._freeze_others([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
-                values, shares = self._shares_of(group, batch, batch_idx, turns[0].places)
-                self._update_metrics(group[0], batch, values)
-                for phase, turn in zip(group, turns, strict=True):
-                    self._count(phase, batch, is_last=turn.is_recorded)
+                values, shares = self.compute_phases(group, batch, batch_idx, turns[0].places)
+                # Metrics use the first phase of a step that runs the network's default forward.
+                if self._metrics_wait and group[0].forward is None and batch.size:
+                    self._train_values.update_metrics(self._train_values.read(values))
+                if self._is_weighed and turns[0].is_recorded:
+                    for phase in group:
+                        means = self._objectives[phase.name].own_means(batch)
+                        self._train_values.add(means, first=self._places[phase.name])
                 count = len(window)
                 if count != 1:
                     shares = [
@@ -217,7 +213,7 @@ class PhasedModule(TrainingModule):
 
     def _backward(self, group: Sequence[Phase], losses: Sequence[Tensor], turns: Sequence[Turn]) -> None:
         """Run the backward of each phase's loss into the phase's parameters. The last backward frees the graph."""
-        scale = self._precision.scale
+        scale = self.precision.scale
         if len(group) == 1:
             scale(losses[0]).backward()
             self.observer.after_backward()
@@ -228,7 +224,7 @@ class PhasedModule(TrainingModule):
             self.observer.after_backward()
         self.observer.begin_turn(turns[0])
 
-    def _shares_of(
+    def compute_phases(
         self, group: Sequence[Phase], batch: Batch, batch_idx: int, turn: tuple[int, ...]
     ) -> tuple[Values, list[tuple[Tensor, Mapping[str, Tensor]]]]:
         """Run one forward over a micro-batch.
@@ -257,28 +253,6 @@ class PhasedModule(TrainingModule):
                 for loss, parts in shares
             ]
         return values, shares
-
-    def _update_metrics(self, phase: Phase, batch: Batch, values: Values) -> None:
-        # Metrics use the first phase of a step that runs the network's default forward.
-        if self._metrics_wait and phase.forward is None and batch.size:
-            self._train_values.update_metrics(self._train_values.read(values))
-
-    def _count(self, phase: Phase, batch: Batch, *, is_last: bool) -> None:
-        """Add a micro-batch to the epoch's loss sums, if this is the last repeat of its phase."""
-        if self._is_weighed and is_last:
-            means = self._objectives[phase.name].own_means(batch)
-            self._train_values.add(means, first=self._places[phase.name])
-
-    def scaled_loss(self, window: Window, place: int) -> Tensor:
-        phase = next(phase for phase in self.phases if phase.name == window.phase)
-        batches = self.divisors.of_step(window.batches)
-        loss = self._shares_of([phase], *batches[place], window.turn)[1][0][0]
-        return self._precision.scale(loss / len(batches))
-
-    def trained_in(self, window: Window) -> dict[str, nn.Parameter]:
-        phase = next(phase for phase in self.phases if phase.name == window.phase)
-        chosen = {id(parameter) for parameter in trained_parameters(self.network, phase.parameters)}
-        return {name: one for name, one in self.network.named_parameters() if id(one) in chosen}
 
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
@@ -317,7 +291,7 @@ class PhasedModule(TrainingModule):
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
         """Run the optimizer step of a phase. Its gradients are unscaled first, for hooks and clipping."""
-        trainer, precision = self._trainer, self._precision
+        trainer, precision = self._trainer, self.precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
             callback.on_before_optimizer_step(trainer, self, optimizer)

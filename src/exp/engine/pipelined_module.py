@@ -28,7 +28,6 @@ from exp.engine.module import TrainingModule
 from exp.engine.observer import StepResult
 from exp.engine.predictions import NoOutput
 from exp.nested import tensors_in
-from exp.precision.plugin import RunPrecision
 from exp.shared_types import STAGES, Batch, Stage
 from exp.strategies.gradient_averaging import average_gradients
 from exp.strategies.model_parallel import ModelParallel
@@ -87,7 +86,7 @@ class PipelinedModule(TrainingModule):
         """Run forward and backward on the batch that training_step kept."""
         batch, self._batch = self._batch, None
         assert batch is not None
-        precision = self._precision
+        precision = self.precision
         count = 1 if batch.step is None else batch.step.micro_batches
         size = max(batch.size, 1)
         micro = split_micro_batches(batch.data, size=size, count=self._count)
@@ -109,12 +108,6 @@ class PipelinedModule(TrainingModule):
         with observer.around_forward(batch.data) if observer.watches_forward else nullcontext():
             results = self._stages.train([self._inputs(piece.data) for piece in micro], share_of_loss)
         self._record([result for result in results if result is not None])
-
-    @property
-    def _precision(self) -> RunPrecision:
-        precision = self._trainer.precision_plugin
-        assert isinstance(precision, RunPrecision)
-        return precision
 
     def optimizer_step(
         self,
@@ -174,7 +167,7 @@ class PipelinedModule(TrainingModule):
             found.update(self._split.bind(arguments, named))
 
         self._run(bind, data)
-        return self._precision.cast_inputs(found)
+        return self.precision.cast_inputs(found)
 
     def _values(self, data: object, output: object, size: int) -> Values:
         """Return the values of the first `size` samples by name."""

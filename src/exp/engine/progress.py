@@ -3,21 +3,18 @@
 Lightning saves its counters with the values inside the current hook, and does not continue correctly from most hooks
 (docs/resume.md). A checkpoint of exp contains a position instead, and the counters are computed from the position.
 
-Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues. Private
-name of Lightning (2.6.6): `_restarting` of the fit loop.
+Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from exp.errors import config_error
 from exp.shared_types import span_seconds
@@ -120,23 +117,11 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
     if batches is not None and epochs is not None:
         # The batch size may have changed at a resume, so completed and remaining steps are counted separately.
         done = limits.resumed or Position(epoch=0, batch=0, step=0, batches=0)
-        scheduler = accumulation_scheduler(trainer)
-        if scheduler is None:
-            windows = {trainer.accumulate_grad_batches: epochs - done.epoch}
-            first = trainer.accumulate_grad_batches
-        else:
-            windows = Counter(map(scheduler.get_accumulate_grad_batches, range(done.epoch, epochs)))
-            first = scheduler.get_accumulate_grad_batches(done.epoch)
-        passed = done.batch // first if done.batch < batches else math.ceil(batches / first)
-        left = sum(math.ceil(batches / window) * count for window, count in windows.items())
-        known.append(done.step - passed + left)
+        count = trainer.accumulate_grad_batches
+        steps_of_epoch = math.ceil(batches / count)
+        passed = done.batch // count if done.batch < batches else steps_of_epoch
+        known.append(done.step - passed + steps_of_epoch * (epochs - done.epoch))
     return min(known) if known else None
-
-
-def accumulation_scheduler(trainer: Trainer) -> GradientAccumulationScheduler | None:
-    """Return the callback that sets the number of accumulated batches per epoch; None without such a callback."""
-    callbacks = vars(trainer).get("callbacks", ())
-    return next((one for one in callbacks if isinstance(one, GradientAccumulationScheduler)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +254,8 @@ def forget_restart(trainer: Trainer) -> None:
 
     During a restart, Lightning does not update ReduceLROnPlateau schedules at the end of the epoch.
     """
-    trainer.fit_loop._restarting = False
+    trainer.fit_loop.restarting = False
+    trainer.fit_loop.epoch_loop.restarting = True
     # The value of an uninterrupted run. Lightning counts only the start of a restarted epoch.
     epochs = trainer.fit_loop.epoch_progress
     epochs.current.ready = epochs.total.ready

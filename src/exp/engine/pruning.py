@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.checkpoint import State
-from exp.engine.checkpointing import POSITION
-from exp.engine.progress import Position, is_epoch_complete, total_epochs
+from exp.engine.progress import is_epoch_complete, total_epochs
 from exp.engine.trial_record import TrialOfJob
 from exp.shared_types import Pruner
 
@@ -39,8 +37,6 @@ class Pruning(Callback):
         self._trial: TrialOfJob | None = None
         # Number of validations in the whole run. The pruner uses it as its step.
         self.validations = 0
-        # Position in a checkpoint of an old version, which has no number of validations.
-        self._uncounted: Position | None = None
 
     def state_dict(self) -> dict[str, int]:
         return {"validations": self.validations}
@@ -48,22 +44,10 @@ class Pruning(Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.validations = state_dict["validations"]
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
-        if self.state_key not in checkpoint["callbacks"]:
-            self._uncounted = Position.of(checkpoint[POSITION])
-            if not self._uncounted.is_inside:
-                self.validations = self._uncounted.epoch // (trainer.check_val_every_n_epoch or 1)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A job that was killed after it was pruned must not train again.
         if self.validations and self._agree(trainer, lambda: self._is_pruned(trainer)):
             self._stop(trainer)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Computed at this point, because the number of batches is not known earlier.
-        if self._uncounted is not None:
-            self.validations = _validations_before(self._uncounted, trainer)
-            self._uncounted = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
@@ -102,19 +86,6 @@ class Pruning(Callback):
         if self._trial is None:
             self._trial = TrialOfJob(self.trial, directory=self.sweep, pruner=self.pruner, epochs=_validations(trainer))
         return self._trial
-
-
-def _validations_before(position: Position, trainer: Trainer) -> int:
-    """Return the number of completed validations before a position. A validation that is due does not count."""
-    epochs, every, batches = trainer.check_val_every_n_epoch, trainer.val_check_batch, trainer.num_training_batches
-    if epochs is None and isinstance(every, int):
-        return (position.batches - position.validation_due) // every
-    epochs = epochs or 1
-    done = position.epoch // epochs
-    if not isinstance(every, int) or not isinstance(batches, int):
-        return done
-    has_validation = (position.epoch + 1) % epochs == 0
-    return done * (batches // every) + has_validation * ((position.batch - position.validation_due) // every)
 
 
 def _validations(trainer: Trainer) -> int | None:

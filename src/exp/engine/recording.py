@@ -199,7 +199,6 @@ class StepRecording(Callback, ABC):
         """
         if not len(self._buffer):
             return
-        module = self._module
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and precision.skips:
@@ -210,11 +209,11 @@ class StepRecording(Callback, ABC):
                 last["precision/loss_scale"] = precision.loss_scale
         for step, losses in self._buffer.take(trainer.strategy):
             if not self._skips:
-                refuse_lost(losses[0], step.index, is_scaled=is_scaled, saved=module.saved, fixes=module.fixes)
+                refuse_lost(losses[0], step.index, is_scaled=is_scaled)
             self._take(step, losses)
             self._write(step.values, step.index - 1 + self.first_point, step.panels)
             if precision is not None:
-                precision.check_values(step.values, step=step.index)
+                precision.check_scale(step.values, step=step.index)
 
     def progress_values(self) -> dict[str, float]:
         """Return the latest losses and metrics of stages by tag, for the console.
@@ -232,7 +231,17 @@ class StepRecording(Callback, ABC):
             self._show(self._heat_maps.replace_columns(panels, index) if panels else {}, index)
 
     def _show(self, panels: Mapping[str, Panel], index: int) -> None:
-        shown = self._draw(panels) if panels else {}
+        """Draw panels and log them. A panel that cannot be drawn is reported once and does not end the run."""
+        shown = {}
+        for tag, panel in panels.items():
+            try:
+                if tag not in self._undrawn:
+                    shown[tag] = panel.draw()
+            except Interrupted:
+                raise  # a signal arrived while the panel was drawn
+            except Exception as error:
+                self._undrawn.add(tag)
+                warn_not_written(f"the picture {tag}", error)
         for logger in self._run_loggers() if shown else ():
             logger.log_panels(shown, index)
 
@@ -244,21 +253,6 @@ class StepRecording(Callback, ABC):
         if trainer.is_global_zero:
             for index, pictures in self._heat_maps.end().items():
                 self._show(pictures, index)
-
-    def _draw(self, panels: Mapping[str, Panel]) -> dict[str, Panel]:
-        """Return the drawn panels. A panel that cannot be drawn is reported once and does not end the run."""
-        shown = {}
-        for tag, panel in panels.items():
-            if tag in self._undrawn:
-                continue
-            try:
-                shown[tag] = panel.draw()
-            except Interrupted:
-                raise  # a signal arrived while the panel was drawn
-            except Exception as error:
-                self._undrawn.add(tag)
-                warn_not_written(f"the picture {tag}", error)
-        return shown
 
     def _write_stage(self, stage: Stage, values: dict[str, float], panels: Mapping[str, Panel] | None = None) -> None:
         """Write the values of a stage, at most once per optimizer step."""

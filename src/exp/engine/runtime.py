@@ -2,20 +2,33 @@
 
 With runtime.channels_last, the channels of images and convolution weights are innermost in memory. Results are equal
 except for the rounding of kernels.
+
+With runtime.compile, torch.compile compiles the network in place: the module and its state dict stay the same. Tested
+with torch 2.13: if `forward` is a method of a class of torch, `nn.Module.compile` compiles nothing and reports no
+error. A copy of a compiled network is not compiled.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from exp.config.settings import RuntimeSettings
-from exp.engine.compilation import compile_network
-from exp.engine.module import TrainingModule
+from exp.objectives.term import TWICE
 
+log = logging.getLogger(__name__)
+
+# Needs of terms that a compiled network does not support. A compiled backward runs only once, and cannot be
+# differentiated.
+EAGER = TWICE | {"retained_graph"}
+_compiled: WeakSet[nn.Module] = WeakSet()
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 # Multiply-adds of one operator in the forward, below which one CPU thread is used. Measured on two idle cores, a second
 # thread saved nothing for an MLP 64-256-256-10 (3.8 million, batch 64). It saved a fifth for the ResNet (8.7 million),
@@ -24,13 +37,52 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 SMALL_OPERATOR = 12e6
 
 
-def switch_on(module: TrainingModule, runtime: RuntimeSettings) -> None:
-    """Apply memory format and compilation. Call this function before the module is moved to a device."""
+def switch_on(
+    network: nn.Module, runtime: RuntimeSettings, *, runs: Iterable[tuple[nn.Module, frozenset[str]]]
+) -> None:
+    """Apply memory format and compilation. Call this function before the network is moved to a device.
+
+    Args:
+        network: The network.
+        runtime: Settings of the config's node `runtime`.
+        runs: Pairs of a module that steps run, and the needs of the terms that read its output.
+    """
     if runtime.channels_last:
-        put_channels_last(module.network)
+        put_channels_last(network)
     if runtime.compile:
-        for network, needs in module.runs():
-            compile_network(network, backend=runtime.compile_backend, mode=runtime.compile_mode, needs=needs)
+        for part, needs in runs:
+            compile_network(part, backend=runtime.compile_backend, mode=runtime.compile_mode, needs=needs)
+
+
+def compile_network(network: nn.Module, *, backend: str, mode: str | None = None, needs: frozenset[str]) -> None:
+    """Compile the forward of a network. Each new input shape or mode compiles at its first call, which takes seconds.
+
+    Args:
+        network: The network.
+        backend: Backend of torch.compile, such as inductor.
+        mode: Mode of torch.compile, such as reduce-overhead. Default: None.
+        needs: Needs of the objective's terms. A warning lists the needs that a compiled network does not support.
+    """
+    options: dict[str, Any] | None = None
+    on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
+    if backend == "inductor" and on_cpu and mode is None:  # torch accepts only one of mode and options
+        # On a CPU, inductor's layout of convolutions lost gradients of a LeNet with a batch of 41 samples (torch 2.13).
+        options = {"layout_optimization": False}
+    network.compile(backend=backend, mode=mode, options=options)
+    _compiled.add(network)
+    if needs & EAGER:
+        log.warning(
+            "terms of the objective need %s, which a compiled network does not support: their steps run uncompiled",
+            ", ".join(sorted(needs & EAGER)),
+        )
+
+
+def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a network that compile_network compiled runs uncompiled."""
+    if network not in _compiled:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def block_launches(is_wanted: object) -> None:

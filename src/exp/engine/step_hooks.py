@@ -23,12 +23,12 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from exp.engine.compilation import run_uncompiled
 from exp.engine.datamodule import RunTrainer, StagedData
 from exp.engine.forward import Values as ForwardValues
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED, WHOLE_STEP, StepObserver, Turn
 from exp.engine.own_module import OwnModule
+from exp.engine.runtime import run_uncompiled
 from exp.errors import RunError
 from exp.hooks.hook import Boundary, Hook, Values
 from exp.hooks.panels import Panel

@@ -1,13 +1,16 @@
-"""Callback that ends a run at max_steps, at max_time and after signals. All ranks stop at the same batch."""
+"""Callbacks that end a run: at max_steps, at max_time and after signals, and a process that hangs."""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import time
+from pathlib import Path
+from typing import IO
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping
 
 from exp.engine.checkpoint import State
 from exp.engine.checkpointing import Checkpointing
@@ -19,16 +22,18 @@ from exp.signals import SignalFlag
 STATE = "exp_seconds"
 # Seconds between two collective calls in which the ranks agree on signals and limits.
 AGREE_SECONDS = 1.0
+# The timer is a thread of faulthandler. Starting a new timer for each batch would take 50 us per batch.
+SECONDS_BETWEEN_TIMERS = 1.0
 
 log = logging.getLogger(__name__)
 
 
 class Stopping(Callback):
-    """Callback that ends fit at a limit, and any stage after a signal.
+    """Callback that ends fit at a limit, and any stage after a signal. All ranks stop at the same batch.
 
     At a limit, the run ends in the same way as after its last epoch: with the validation, the end of the epoch and a
     checkpoint. After a signal, the state is saved and Interrupted is raised. A validation that is due is not run,
-    because it may take long.
+    because it may take long. This callback must follow Checkpointing, and precede the user's callbacks.
 
     Args:
         limits: Limits of the run. Default: no limits.
@@ -108,11 +113,16 @@ class Stopping(Callback):
 
     # --- a signal ---
 
-    def start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """End the run if a signal was received, at the start of a window of accumulated batches.
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_batch(trainer, 0)
 
-        Every rank must call it.
-        """
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        self._start_batch(trainer, batch_idx)
+
+    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+        """End the run if a signal was received, at the first of the batches of an optimizer step."""
+        if trainer.world_size == 1:
+            self._agreed = self._signals.received or 0
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
             self._leave(trainer, before_batch(trainer, batch_idx))
 
@@ -136,10 +146,7 @@ class Stopping(Callback):
     def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
         self._look(trainer)
         if self._agreed and not trainer.sanity_checking:
-            is_fitting = trainer.state.fn == "fit"
-            if is_fitting:
-                _restore_trained_weights(trainer)
-            self._leave(trainer, in_validation(trainer) if is_fitting else None)
+            self._leave(trainer, in_validation(trainer) if trainer.state.fn == "fit" else None)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
@@ -234,11 +241,47 @@ def end_by_steps(limit: int | None) -> str:
     return f"trainer.max_steps={limit}"
 
 
-def _restore_trained_weights(trainer: Trainer) -> None:
-    """Make Lightning's WeightAveraging restore the trained weights of the module during a validation.
+class StepWatch(Callback):
+    """Callback that ends the process of a run in which a batch of training, test or prediction takes too long.
 
-    Otherwise a checkpoint would contain the averages as trained weights (Lightning 2.6.6).
+    Before, it writes the stack of each thread.
+
+    The measured time is between the ends of two batches. It includes loading, saving and the first compilation. The end
+    of a validation batch restarts the timer, too. faulthandler's timer runs without Python. It therefore also ends a
+    process in which code blocks the interpreter lock.
+
+    Args:
+        seconds: Limit in seconds.
+        path: File to which the stacks of all threads are appended.
     """
-    for callback in vars(trainer)["callbacks"]:
-        if isinstance(callback, WeightAveraging):
-            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+    def __init__(self, *, seconds: float, path: Path) -> None:
+        super().__init__()
+        self.seconds, self.path = seconds, path
+        self._between = min(SECONDS_BETWEEN_TIMERS, seconds / 4)
+        self._file: IO[str] | None = None
+        self._started = 0.0
+
+    def _begin(self, *_: object, **__: object) -> None:
+        self._end()
+        self._file = self.path.open("a", encoding="utf-8")
+        self._start_timer(self._file)
+
+    def _restart(self, *_: object, **__: object) -> None:
+        if self._file is not None and time.monotonic() - self._started >= self._between:
+            self._start_timer(self._file)
+
+    def _end(self, *_: object, **__: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _start_timer(self, file: IO[str]) -> None:
+        self._started = time.monotonic()
+        faulthandler.dump_traceback_later(self.seconds + self._between, exit=True, file=file)
+
+    on_train_start = on_test_start = on_predict_start = _begin
+    on_train_batch_end = on_validation_batch_end = on_validation_end = _restart
+    on_test_batch_end = on_predict_batch_end = _restart
+    on_train_end = on_test_end = on_predict_end = on_exception = _end

@@ -114,7 +114,7 @@ class TrialOfJob:
 
     def __init__(self, number: int, *, directory: Path, pruner: Pruner, epochs: int | None) -> None:
         optuna = optuna_package()
-        with silence_optuna(), report_unreadable(directory):
+        with report_unreadable(directory):
             record = open_journal(directory)
             study: Study = optuna.load_study(
                 study_name=STUDY,
@@ -138,36 +138,23 @@ class TrialOfJob:
         """
         if self.pruned_at is not None:
             return step >= self.pruned_at
-        with silence_optuna():
-            if step not in self._reported:
-                self._trial.report(value, step)
-                self._reported.add(step)
-            elif step < max(self._reported):
-                return False
-            if self._trial.should_prune():
-                self.pruned_at = step
-                self._trial.set_user_attr(PRUNED_AT, step)
+        if step not in self._reported:
+            self._trial.report(value, step)
+            self._reported.add(step)
+        elif step < max(self._reported):
+            return False
+        if self._trial.should_prune():
+            self.pruned_at = step
+            self._trial.set_user_attr(PRUNED_AT, step)
         return self.pruned_at is not None
 
 
-@contextmanager
-def silence_optuna() -> Iterator[None]:
-    """Return a context without Optuna's log messages about trials and its warnings about experimental features."""
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)
-
-
 def optuna_package() -> Any:
+    """Return the package Optuna, without its log messages about trials and its warnings about experimental features."""
     try:
         import optuna
     except ImportError as error:
         raise MissingExtraError(feature="a sweep that searches", package="optuna", extra="search") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna

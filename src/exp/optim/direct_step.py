@@ -6,13 +6,12 @@ time (six pairs).
 
 This module uses private names of torch (seen in 2.13, and tested):
 
-- `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_`. Adam, AdamW and SGD with fused=True call them
-with
-  the same arguments after counting the step.
+- torch's functions `_fused_adam_`, `_fused_adamw_` and `_fused_sgd_`. Adam, AdamW and SGD with fused=True call them
+  with the same arguments after counting the step.
 - `_opt_called`, which schedules read to check that the optimizer has stepped before them.
 - `_wrapped_by_lr_sched`, the mark of schedules on the method `step`.
-- `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks`,
-  `_global_optimizer_post_hooks`, and `_profiler_enabled` of torch.autograd.
+- `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
+  `_global_optimizer_post_hooks`.
 
 It also relies on `load_state_dict` replacing `optimizer.state`.
 """
@@ -24,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -118,8 +116,7 @@ class DirectStep:
     """Callable that steps one optimizer, with the same result as `optimizer.step()`, bit for bit.
 
     `optimizer.step()` is called if the kernel alone is not enough. This is the case in the first step, if a gradient is
-    missing, or with a loss scale, a hook or a profiler. Between two steps, only gradients and settings of groups may
-    change.
+    missing, or with a loss scale or a hook. Between two steps, only gradients and settings of groups may change.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -155,7 +152,7 @@ class DirectStep:
             or "found_inf" in vars(optimizer)
         ):
             return None
-        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled():
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return None
         found = []
         for parameter in self._parameters:

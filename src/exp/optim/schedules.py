@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
@@ -161,98 +160,57 @@ def build_schedule(
         raise ConfigError([constructor_error(error, key=key, known=known, got=got, make=tried)]) from error
 
 
-# Names in torch's optimizers and schedules: the rates of a group, the schedules inside a schedule, and the attributes
-# that change in each step.
-RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
-NESTED = "_schedulers"
-PROGRESS = ("last_epoch", "_step_count", NESTED, "base_lrs", "max_lrs", "_last_lr")
+# Names under which torch's schedules store their length.
+LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
-@dataclass(frozen=True)
-class ScheduleState:
-    """The state of a schedule, and the settings of its optimizer's groups, without the parameters."""
-
-    state: State
-    groups: list[State]
-
-    @classmethod
-    def of(cls, schedule: LRScheduler) -> ScheduleState:
-        groups = [{key: one for key, one in group.items() if key != "params"} for group in _groups(schedule)]
-        return cls(copy.deepcopy(schedule.state_dict()), copy.deepcopy(groups))
-
-    def put_into(self, schedule: LRScheduler) -> None:
-        schedule.load_state_dict(copy.deepcopy(self.state))
-        for group, own in zip(_groups(schedule), self.groups, strict=True):
-            group.update(copy.deepcopy(own))
+def lengths_of(schedule: LRScheduler) -> State:
+    """Return the lengths that a schedule stores in its state, by name."""
+    state = schedule.state_dict()
+    return {name: state[name] for name in LENGTHS if name in state}
 
 
-def take_length(schedule: LRScheduler, fresh: ScheduleState) -> bool:
-    """Set the length of a restored schedule to the current length of the run, because torch restores the old length.
+def take_length(schedule: LRScheduler, lengths: State) -> bool:
+    """Set the rates of a restored LambdaLR, such as Cosine, to those of the current length of the run.
+
+    torch restores the rates of the old length.
 
     Args:
         schedule: The schedule with its restored state.
-        fresh: The state of the schedule before it was restored. The completed steps are repeated from this state.
+        lengths: The result of `lengths_of` before the state was restored.
 
     Returns:
-        Whether the length has changed. A change that affects neither the state nor the rates counts as unchanged.
+        Whether the rates have changed.
 
     Raises:
-        ConfigError: Other code than the schedule has set the rates. Repeating the steps would lose these rates.
+        ConfigError: The length has changed, and the schedule stores its length or other code has set the rates.
     """
-    saved = ScheduleState.of(schedule)
-    if not _may_have_changed(schedule, fresh.state, saved.state):
+    name, before = type(schedule).__name__, schedule.get_last_lr()
+    if isinstance(schedule, LambdaLR):
+        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        rates, groups = [base * factor(schedule.last_epoch) for base, factor in pairs], schedule.optimizer.param_groups
+        if _are_close(rates, before):
+            return False
+        if _are_close([group["lr"] for group in groups], before):
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            schedule.load_state_dict({**schedule.state_dict(), "_last_lr": rates})
+            return True
+        reason = f"other code than {name} has set the learning rate"
+    elif lengths_of(schedule) == lengths:
         return False
-    fresh.put_into(schedule)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(_steps_done(saved.state)):
-            schedule.step()
-    moved = ScheduleState.of(schedule)
-    constant = [key for key, one in fresh.state.items() if key not in PROGRESS and moved.state[key] == one]
-    has_changed = any(saved.state.get(key) != fresh.state[key] for key in constant)
-    if not has_changed and _are_close(moved.state["_last_lr"], saved.state["_last_lr"]):
-        saved.put_into(schedule)
-        return False
-    rates = [float(group["lr"]) for group in saved.groups]
-    if not _are_close(rates, saved.state["_last_lr"]):
-        given = float(saved.state["_last_lr"][0])
-        raise config_error(
-            "trainer.max_epochs",
-            got=f"another length, and a learning rate of {rates[0]:g} where the schedule had set {given:g}",
-            expected="the same length: a schedule of another length cannot include rates that something else has set",
-            fix="Or set the length in the schedule",
-        )
-    for group, own, start in zip(_groups(schedule), saved.groups, fresh.groups, strict=True):
-        # Settings that the schedule does not change are restored from the checkpoint.
-        group.update(
-            {key: one for key, one in own.items() if key not in RATES_OF_GROUPS and group.get(key) == start.get(key)}
-        )
-    return True
+    else:
+        reason = f"{name} stores its length in its state"
+    raise config_error(
+        "trainer.max_epochs",
+        got="another length than before the resume",
+        expected=f"the same length: {reason}",
+        fix="A longer run needs a schedule that is a function of the steps, such as scheduler=cosine",
+    )
 
 
-def _may_have_changed(schedule: LRScheduler, fresh: State, saved: State) -> bool:
-    """Return whether the length of a restored schedule may have changed. The schedule is not stepped."""
-    if isinstance(schedule, LambdaLR):  # its length is in functions
-        rates = [
-            float(base) * own(schedule.last_epoch)
-            for base, own in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
-        return not _are_close(rates, saved["_last_lr"])
-    parts = zip(vars(schedule).get(NESTED, ()), fresh.get(NESTED, ()), saved.get(NESTED, ()), strict=True)
-    has_changed = any(saved.get(key) != one for key, one in fresh.items() if key not in PROGRESS)
-    return has_changed or any(_may_have_changed(*part) for part in parts)
-
-
-def _steps_done(state: State) -> int:
-    return int(state["last_epoch"]) if "last_epoch" in state else _steps_done(state[NESTED][0])
-
-
-def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
+def _are_close(rates: Sequence[float | Tensor], others: Sequence[float | Tensor]) -> bool:
     return all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(rates, others, strict=True))
-
-
-def _groups(schedule: LRScheduler) -> list[State]:
-    return schedule.optimizer.param_groups
 
 
 def needs_total(factory: functools.partial[LRScheduler]) -> bool:

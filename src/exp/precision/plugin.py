@@ -1,6 +1,6 @@
 """Lightning's precision plugin for each value of precision.word, with or without a loss scale.
 
-This module uses a private name of Lightning (seen in 2.6.6): Precision._after_closure, which calls
+This module uses a private name of Lightning (seen in 2.6.6): the method `_after_closure` of Precision, which calls
 on_before_optimizer_step and clips gradients.
 """
 
@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -24,7 +23,7 @@ from exp.errors import ConfigError
 from exp.nested import Nested
 from exp.precision.conversion import attach_edges, cast, cast_own_tensors, cast_tensors, convert_linear
 from exp.precision.keep import kept_layers
-from exp.precision.scaler import FIX, UNSCALED_FIX, CountingScaler, FiniteSteps, ScaleWatch
+from exp.precision.scaler import CountingScaler, FiniteSteps
 from exp.precision.words import Word, read_word
 
 log = logging.getLogger(__name__)
@@ -38,8 +37,7 @@ class RunPrecision(Precision):
 
     Code that steps several optimizers in one batch (phases) follows PyTorch's AMP notes:
 
-        with precision.without_autocast():             # a training step runs under autocast, backward must not
-            precision.scale(loss).backward()
+        precision.scale(loss).backward()               # a training step runs under autocast, backward must not
         precision.unscale(optimizer)                   # once per optimizer, before hooks and clipping
         precision.step(optimizer)                      # skipped if a gradient is not finite
         precision.update()                             # once per step, after all optimizers
@@ -75,11 +73,10 @@ class RunPrecision(Precision):
         self.scaler = scaler or CountingScaler(device=device_type, enabled=False)
         self.skips: bool = self.scaler.is_enabled()
         self.is_scaled = self.skips and self.scaler.scales
-        self._watch = ScaleWatch(FIX if self.is_scaled else UNSCALED_FIX)
         self._tf32 = TensorFloat32(allowed=word.tf32, matmul=matmul)
         self._handles: list[RemovableHandle] = []
         self.kept: dict[str, torch.dtype] = {}
-        self._has_logged = self._has_converted = False
+        self._has_logged = self._has_converted = self._has_warned = False
 
     # --- the loss scale ---
 
@@ -116,23 +113,22 @@ class RunPrecision(Precision):
         """Return whether the last step of this optimizer was skipped. The call waits for the device."""
         return self.scaler.has_skipped(optimizer)
 
-    def agree_over(self, group: ProcessGroup) -> None:
-        """Skip a step on all ranks of a process group if one of them must skip it.
-
-        The ranks have parts of one model.
-        """
-        self.scaler.agree_over(group)
-
-    def check_values(self, values: Mapping[str, float], *, step: int) -> None:
-        """Warn if the loss scale falls or many steps are skipped.
+    def check_scale(self, values: Mapping[str, float], *, step: int) -> None:
+        """Warn once if the loss scale is below 1.
 
         Args:
             values: The values recorded for a step, by tag.
-            step: The step.
+            step: Number of the step.
         """
-        if self.skips and "precision/skipped_steps" in values:
-            scale = values["precision/loss_scale"] if self.is_scaled else None
-            self._watch.see(step=step, loss_scale=scale, skipped_steps=values["precision/skipped_steps"])
+        scale = values.get("precision/loss_scale", 1.0)
+        if scale < 1.0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step %d: the loss scale has fallen to %g, because a gradient is not finite with any scale. Find the "
+                "layer with python -m exp.precision and keep it in fp32 (precision.keep), or train in bf16",
+                step,
+                scale,
+            )
 
     # --- the network ---
 
@@ -220,12 +216,6 @@ class RunPrecision(Precision):
         if self.word.autocast is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.word.autocast, cache_enabled=False)
-
-    def without_autocast(self) -> AbstractContextManager[None]:
-        """Return the context of a backward pass inside a training step: autocast off, because the step runs under
-        autocast.
-        """
-        return nullcontext() if self.word.autocast is None else torch.autocast(self.device_type, enabled=False)
 
     def _network(self, module: nn.Module) -> nn.Module:
         """Return the network of a LightningModule. For any other module, return the module itself."""

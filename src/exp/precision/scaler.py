@@ -9,7 +9,6 @@ The step of a fused optimizer reads the attributes `grad_scale` and `found_inf`,
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,19 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim import SGD, Optimizer
 
-log = logging.getLogger(__name__)
-
 State = dict[str, Any]
-
-# At the start of a run, 16 skips reduce the scale from 65536 to 1. More skips in a row have another cause.
-SKIPS_IN_A_ROW = 20
-FIX = (
-    "a gradient is infinite or not a number whatever the scale. Find the layer with python -m exp.precision and keep "
-    "it in fp32 (precision.keep), or train in bf16"
-)
-UNSCALED_FIX = (
-    "a gradient is infinite or not a number. Look for the layer with '+hooks=nan_guard', or lower optimizer.lr"
-)
 
 
 class CountingScaler(torch.amp.GradScaler):
@@ -176,45 +163,3 @@ class FiniteSteps(CountingScaler):
 
     def load_state_dict(self, state_dict: State) -> None:
         super().load_state_dict({"skipped_steps": state_dict["skipped_steps"]})
-
-
-class ScaleWatch:
-    """Warns once if the loss scale falls below 1, or if many steps in a row are skipped.
-
-    Args:
-        fix: The end of the warning.
-    """
-
-    def __init__(self, fix: str = FIX) -> None:
-        self._fix = fix
-        self._seen: tuple[int, float] | None = None
-        self._row = 0
-        self._skips = 0.0
-        self._has_warned = False
-
-    def see(self, *, step: int, loss_scale: float | None, skipped_steps: float) -> None:
-        """Check the values recorded for a step, and warn if necessary.
-
-        Args:
-            step: The step of the run, from 1.
-            loss_scale: The loss scale; None if the loss is not scaled.
-            skipped_steps: The number of skipped steps of all optimizers so far. With phases, a step of the run has
-                several optimizer steps.
-        """
-        if self._seen is not None:
-            steps, skips = step - self._seen[0], skipped_steps - self._seen[1]
-            is_row = skips >= steps > 0
-            self._row, self._skips = (self._row + steps, self._skips + skips) if is_row else (0, 0.0)
-        self._seen = step, skipped_steps
-        if self._has_warned:
-            return
-        if loss_scale is not None and loss_scale < 1.0:
-            self._has_warned = True
-            log.warning("step %d: the loss scale has fallen to %g: %s", step, loss_scale, self._fix)
-        elif self._row >= SKIPS_IN_A_ROW:
-            self._has_warned = True
-            scale = "" if loss_scale is None else f", the loss scale is {loss_scale:g}"
-            log.warning(
-                "step %d: in the last %d steps optimizers skipped %d updates%s: %s",
-                step, self._row, self._skips, scale, self._fix,
-            )  # fmt: skip

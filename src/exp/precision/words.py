@@ -66,16 +66,6 @@ class Word:
         """Whether float32 parameters have float16 gradients, which underflow unless the loss is scaled."""
         return self.autocast is torch.float16
 
-    @property
-    def mixed_word(self) -> Word:
-        """The settings with the same compute dtype and float32 parameters.
-
-        If parameters are not half precision, the same object.
-        """
-        if not self.half_parameters:
-            return self
-        return next(word for word in WORDS.values() if word.autocast is self.parameters)
-
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:
         """Yield an error for each setting of precision.scaler that this precision does not support."""
         enabled, key = scaler["enabled"], "precision.scaler"

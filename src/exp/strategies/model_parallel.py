@@ -129,7 +129,7 @@ class ModelParallel(WholeState):
         self.setup_precision_plugin()
         # If one part must skip a step, all parts skip it.
         assert dist.group.WORLD is not None
-        precision_of(self).agree_over(dist.group.WORLD)
+        precision_of(self).scaler.agree_over(dist.group.WORLD)
 
     def _remember_whole(self) -> None:
         module = module_of(self)

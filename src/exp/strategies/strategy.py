@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -175,9 +174,9 @@ class Strategy(ABC):
 def averages_weights(kind: type[Callback]) -> bool:
     """Return whether a class of callbacks averages weights.
 
-    This holds for Lightning's WeightAveraging, and for classes with an attribute `averages_weights` that is true.
+    This holds for classes with an attribute `averages_weights` that is true.
     """
-    return issubclass(kind, WeightAveraging) or bool(getattr(kind, "averages_weights", False))
+    return bool(getattr(kind, "averages_weights", False))
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:

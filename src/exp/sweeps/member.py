@@ -28,8 +28,6 @@ from exp.engine.checkpoint import (
     AtomicCheckpointIO,
     State,
     copy_checkpoint,
-    lay_out_optimizer_states,
-    on_host,
     read_checkpoint,
 )
 from exp.engine.checkpointing import (
@@ -46,7 +44,7 @@ from exp.engine.checkpointing import (
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule, clip
-from exp.engine.non_finite import FIXES, broken_entries, kinds_by_design, refuse_lost
+from exp.engine.non_finite import FIXES, NOT_SAVED, broken_entries, finite_names, refuse_lost
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
@@ -56,6 +54,7 @@ from exp.files import hold_lock
 from exp.hooks.memory_use import MIB, peak_of_run
 from exp.launch.launcher import last_checkpoint
 from exp.loggers.run_logger import Description, RunLogger, description_of, has_begun
+from exp.nested import map_tensors
 from exp.optim.phase import name_rates
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Ongoing, Report, Status, best_of, explain, write_report
@@ -262,7 +261,7 @@ class Member:
             inputs=tuple(decided.spec.inputs),
         )
         precision.represent(self.module)
-        self._by_design = kinds_by_design(self.module)
+        self._finite = finite_names(self.module)
         fitted = decided.data.fitted
         self._fitted = {RunData.__qualname__: dict(fitted)} if fitted else {}
         self.network: nn.Module = self.module.network
@@ -279,7 +278,6 @@ class Member:
         # Copy of the best state in memory, so that the test stage need not read best.ckpt.
         self._best_state: State | None = None
         self._best_is_written = False
-        self._saved = "no checkpoint was saved before it"
 
     def join(self, progress: Progress, *, total_steps: int) -> None:
         """Build the optimizer and the schedule, and load the checkpoint if the job resumes.
@@ -314,7 +312,7 @@ class Member:
             NonFiniteError: The loss is not finite.
         """
         loss, *parts = losses
-        refuse_lost(loss, index, is_scaled=False, saved=self._saved)
+        refuse_lost(loss, index, is_scaled=False)
         self._epoch_sum += loss * size
         self._epoch_size += size
         terms = zip(self.module.objective.terms, parts, strict=False)
@@ -367,7 +365,7 @@ class Member:
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
         self.log.say(f"epoch {epoch + 1}/{self.settings.trainer.max_epochs}  step {step}  {shown}")
         if is_best:
-            self._best_state, self._best_is_written = on_host(self._state()), False
+            self._best_state, self._best_is_written = _copy_to_host(self._state()), False
 
     def _compare(self, step: int, epoch: int) -> bool:
         """Return whether the monitored value is the best so far, and update `best`.
@@ -427,9 +425,9 @@ class Member:
             CONFIG: self._text,
             SECONDS: self._seconds_before + self._progress.seconds,
         }
-        if broken := broken_entries(found, self._by_design):
+        if broken := broken_entries(found, self._finite):
             what = among(broken, count=6)
-            raise NonFiniteError(f"not finite after step {step}: {what}. No state is saved; {self._saved}. {FIXES}")
+            raise NonFiniteError(f"not finite after step {step}: {what}. {NOT_SAVED}. {FIXES}")
         return found
 
     def save(self) -> None:
@@ -450,12 +448,10 @@ class Member:
         if self.best is not None and self.best["step"] == step:
             copy_checkpoint(self._best_path, self._last_path, is_synced=False)
         else:
-            IO.save_checkpoint(on_host(self._state()), self._last_path)
-        self._saved = f"the last good checkpoint is checkpoints/last.ckpt, of step {step}"
+            IO.save_checkpoint(_copy_to_host(self._state()), self._last_path)
 
     def _restore(self, state: State) -> None:
         """Load a checkpoint of this job. Checkpoints of a stack and of a single run have the same layout."""
-        lay_out_optimizer_states(state, self.network)
         self.module.load_state_dict(state["state_dict"])
         self.updates.restore(state)
         recorded, found = state[STATE], state[BEST]
@@ -518,3 +514,9 @@ class Member:
 def _as_known(error: BaseException) -> ExpError:
     """Return `error` if it is an ExpError. Otherwise return a RunError with its type and message."""
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")
+
+
+def _copy_to_host(state: State) -> State:
+    """Return a copy of a state in host memory, which later training steps do not change."""
+    copied: State = map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return copied

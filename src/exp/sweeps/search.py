@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from exp.engine.trial_record import STUDY, open_journal, optuna_package, report_unreadable, silence_optuna
+from exp.engine.trial_record import STUDY, open_journal, optuna_package, report_unreadable
 from exp.errors import RunError
 from exp.shared_types import Mode, Sampler
 from exp.sweeps.space import Axis, Combination, Space
@@ -74,11 +74,8 @@ class Search:
         self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Trial] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
-        with silence_optuna():
-            self._proposing = optuna.create_study(
-                sampler=_sampler(sampler, seed=seed, width=width), directions=directions
-            )
-        with silence_optuna(), report_unreadable(directory):
+        self._proposing = optuna.create_study(sampler=_sampler(sampler, seed=seed, width=width), directions=directions)
+        with report_unreadable(directory):
             self._record = optuna.create_study(
                 storage=open_journal(directory),
                 study_name=STUDY,
@@ -105,11 +102,10 @@ class Search:
             self._pass_on(self._passed_on)
             self._passed_on += 1
         values: dict[str, str] = {}
-        with silence_optuna():
-            trial = self._open[number] = self._proposing.ask()
-            for axis in self.space.by_condition():
-                if self.space.is_there(axis, values):
-                    values[axis.key] = _draw(trial, axis)
+        trial = self._open[number] = self._proposing.ask()
+        for axis in self.space.by_condition():
+            if self.space.is_there(axis, values):
+                values[axis.key] = _draw(trial, axis)
         self._asked += 1
         self._write_down(trial)
         keys = [axis.key for axis in self.space.axes if axis.key in values]
@@ -133,8 +129,7 @@ class Search:
         if recorded.state.is_finished():
             state, values = recorded.state, recorded.values or values
         else:
-            with silence_optuna():
-                self._record.tell(number, values=list(values) if state == TrialState.COMPLETE else None, state=state)
+            self._record.tell(number, values=list(values) if state == TrialState.COMPLETE else None, state=state)
         self._results[number] = (state, values, dict(recorded.intermediate_values))
 
     def _pass_on(self, number: int) -> None:
@@ -143,14 +138,13 @@ class Search:
 
         state, values, reported = self._results.pop(number)
         trial = self._open.pop(number)
-        with silence_optuna():
-            for step, value in sorted(reported.items()) if len(self.objectives) == 1 else ():
-                trial.report(value, step)
-            if state == TrialState.COMPLETE:
-                self._proposing.tell(trial, list(values))
-            else:
-                is_pruned = state == TrialState.PRUNED and reported
-                self._proposing.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
+        for step, value in sorted(reported.items()) if len(self.objectives) == 1 else ():
+            trial.report(value, step)
+        if state == TrialState.COMPLETE:
+            self._proposing.tell(trial, list(values))
+        else:
+            is_pruned = state == TrialState.PRUNED and reported
+            self._proposing.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
 
     def _write_down(self, trial: Trial) -> None:
         """Record a proposal. If the record already has this trial, compare the two.

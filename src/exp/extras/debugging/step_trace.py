@@ -16,13 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from exp.engine.compilation import run_uncompiled
 from exp.engine.module import TrainingModule
 from exp.engine.observer import UNOBSERVED
+from exp.engine.phased_module import PhasedModule
+from exp.engine.runtime import run_uncompiled
 from exp.extras.debugging.module_calls import ModuleCalls, nodes_of
 from exp.hooks.norms import norms
 from exp.hooks.step import Window
 from exp.nested import tensors_in
+from exp.optim.parameter_groups import trained_parameters
+from exp.optim.phase import Phase
+from exp.precision.plugin import RunPrecision
 
 OUTSIDE = "objective"
 
@@ -157,12 +161,12 @@ def run_again(
     Returns:
         The loss, 0-d and detached, and the gradients by parameter name. Parameters without a gradient are left out.
     """
-    named = module.trained_in(window)
+    named = _trained_in(module, window)
     observer, module.observer = module.observer, UNOBSERVED
     try:
         with torch.enable_grad(), run_uncompiled(module.network):
             with tracer.forward():
-                loss = module.scaled_loss(window, place)
+                loss = _scaled_loss(module, window, place)
             if not loss.requires_grad:
                 return loss, {}
             tracer.backward(loss)
@@ -172,6 +176,31 @@ def run_again(
         module.observer = observer
     pairs = zip(named, found, strict=True)
     return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def _phase_of(module: TrainingModule, window: Window) -> Phase:
+    return next(phase for phase in module.phases if phase.name == window.phase)
+
+
+def _trained_in(module: TrainingModule, window: Window) -> dict[str, nn.Parameter]:
+    """Return the parameters that the optimizer step changes, by name."""
+    named = {name: one for name, one in module.network.named_parameters() if one.requires_grad}
+    if not module.phases:
+        return named
+    chosen = {id(one) for one in trained_parameters(module.network, _phase_of(module, window).parameters)}
+    return {name: one for name, one in named.items() if id(one) in chosen}
+
+
+def _scaled_loss(module: TrainingModule, window: Window, place: int) -> Tensor:
+    """Recompute the scaled loss of the micro-batch with index `place`, and return it with its graph, 0-d."""
+    batches, precision = module.divisors.of_step(window.batches), module.trainer.precision_plugin
+    if isinstance(module, PhasedModule):
+        loss = module.compute_phases([_phase_of(module, window)], *batches[place], window.turn)[1][0][0]
+    else:
+        with precision.train_step_context():
+            loss = module.compute(*batches[place])[1]
+    loss = loss / len(batches)
+    return precision.scale(loss) if isinstance(precision, RunPrecision) else loss
 
 
 def trace_of(module: TrainingModule, window: Window) -> Trace:

@@ -175,7 +175,6 @@ def shorten_config(
 
 def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     """Return the names of the callbacks that change the first steps, and the names of all other callbacks."""
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 
     from exp.config.targets import resolve
@@ -183,7 +182,7 @@ def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
     settings, kept = decided.settings, []
     for name, node in settings.callbacks.items():
         kind: type[Callback] = resolve(node["_target_"], allow=settings.security.allow)
-        if issubclass(kind, GradientAccumulationScheduler | ModelPruning | BaseFinetuning):
+        if issubclass(kind, BaseFinetuning):
             kept.append(name)
     return kept, [name for name in settings.callbacks if name not in kept]
 

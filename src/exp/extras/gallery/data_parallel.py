@@ -85,7 +85,9 @@ class DataParallel(Strategy):
             # The hooks of casts keep values from the start of a forward to its end, and replicas run in threads.
             word, reason = WORDS[planned.precision], f"{strategy}, whose replicas would share the hooks that cast"
             if word.half_parameters:
-                yield not_supported_with("precision.word", planned.precision, reason, word.mixed_word.name, fix)
+                yield not_supported_with(
+                    "precision.word", planned.precision, reason, planned.precision.removesuffix("_true"), fix
+                )
             if keep := planned.settings.precision.keep:
                 yield not_supported_with("precision.keep", dict(keep), reason, "{}", fix)
 

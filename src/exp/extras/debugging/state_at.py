@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from exp.engine.checkpoint import VERIFIED
 from exp.engine.checkpointing import Checkpointing
 from exp.engine.progress import Position, before_batch, in_validation
 from exp.shared_types import Batch
-
-# File name in the checkpoints directory.
-STATE = "state.ckpt"
 
 
 class StateAt(Callback):
@@ -44,5 +42,5 @@ class StateAt(Callback):
         if trainer.should_stop or any(found[name] != value for name, value in self.position.items()):
             return
         (checkpointing,) = [one for one in vars(trainer)["callbacks"] if isinstance(one, Checkpointing)]
-        checkpointing.save(trainer, position, checkpointing.directory / STATE)
+        checkpointing.save(trainer, position, checkpointing.directory / VERIFIED)
         trainer.should_stop = True

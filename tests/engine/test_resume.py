@@ -74,12 +74,11 @@ def test_a_run_killed_three_times_equals_an_unbroken_one(tmp_path: Path, small_r
 
 @pytest.mark.parametrize("kill", [("on_train_batch_end", 17), ("on_validation_batch_end", 3)])
 @pytest.mark.parametrize("name", ["plain", *(name for name in PLANS if name.startswith("validation_"))])
-def test_a_pruner_counts_the_validations_of_a_checkpoint_without_their_number(
+def test_a_pruner_counts_validations_over_a_resume(
     tmp_path: Path, small_run: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, kill: tuple[str, int]
 ) -> None:
     monkeypatch.setattr("exp.engine.pruning.TrialOfJob", lambda *_, **__: SimpleNamespace(pruned_at=None))
     whole, earlier, resumed = (Pruning(trial=0, monitor="none", pruner="none", sweep=tmp_path) for _ in range(3))
-    monkeypatch.setattr(earlier, "state_dict", Callback().state_dict)
     small_run.Small(tmp_path / "whole", callbacks=(whole,), **PLANS[name]).fit()
     broken = small_run.Small(tmp_path / "parts", callbacks=(earlier, small_run.At(*kill)), **PLANS[name])
     with pytest.raises(small_run.Killed):

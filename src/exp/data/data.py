@@ -88,7 +88,6 @@ class Data(Loading):
 
     Attributes:
         spec: The shapes, dtypes and number of classes of the samples.
-        rounded: The names of a sample's float64 values that become float32.
         fitted: The statistics of the training split that checkpoints store, such as means, words or classes.
         notes: Notes on the data, one line each.
         raw: The unprepared splits by stage. Empty unless `keeps_raw` is true.
@@ -96,8 +95,6 @@ class Data(Loading):
     Raises:
         ConfigError: A setting does not match the data.
     """
-
-    rounded: Sequence[str] = ()
 
     def __init__(
         self,
@@ -246,8 +243,7 @@ class Data(Loading):
             # A stream may be slow to open, and may be read only once.
             return declared
         with preserve_generators():
-            raw = self.first_sample(stage)
-        self.rounded, batch = form.rounded_entries(raw), form(raw)
+            batch = self.first_sample(stage)
         outputs = [number for part in parts.values() if (number := attribute(part, "num_outputs")) is not None]
         return read_spec(
             declared,

@@ -41,11 +41,6 @@ class BatchForm:
         named = by_name(data, self.names)
         return named if self.keeps_doubles else map_tensors(named, _single)
 
-    def rounded_entries(self, data: object) -> list[str]:
-        """Return the names of the entries that this conversion rounds to float32, for an unconverted batch."""
-        entries = {} if self.keeps_doubles else named_entries(data, self.names)
-        return [name for name, value in entries.items() if isinstance(value, Tensor) and value.dtype in SINGLE]
-
 
 def by_name(data: object, names: Sequence[str] = ()) -> object:
     """Return a sample or batch as a mapping if its inputs have names; otherwise return it unchanged.

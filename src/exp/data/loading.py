@@ -162,18 +162,17 @@ class Loading:
                 raise ConfigError([self.labels.error(label, of=sample_name(part, index, stage=stage))])
 
     def first_sample(self, stage: Stage) -> object:
-        """Return a batch of the first sample, with the dtypes of the data set."""
+        """Return a batch of the first sample."""
         part = self.part(stage)
         if isinstance(part, Indexed) and self.is_indexed(stage):
-            return gather_samples(part, torch.zeros(1, dtype=torch.int64), stage=stage)
+            return self.form(gather_samples(part, torch.zeros(1, dtype=torch.int64), stage=stage))
         if not isinstance(part, IterableDataset):
             source = self.source(stage)
-            assembly = replace(self.assembly(source.name_of), form=replace(self.form, keeps_doubles=True))
-            return batch_of(assembly([source[0, 0]]))
+            return batch_of(self.assembly(source.name_of)([source[0, 0]]))
         sample = next(open_stream(part, epoch=0), None)
         require_sample(int(sample is not None), "an empty stream", key=stage)
         read = apply_transforms(sample, self.transforms.of(stage))
-        return self.collate([plain_tensors(read) if self.collate is default_collate else read])
+        return self.form(self.collate([plain_tensors(read) if self.collate is default_collate else read]))
 
     def read_first(self, stage: Stage, *, seconds: float) -> object:
         """Return the first samples as a batch before batch transforms; see Data.first_samples."""

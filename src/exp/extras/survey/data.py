@@ -120,9 +120,7 @@ def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Pa
     from exp.extras.survey.survey_text import findings, markdown
     from exp.files import write_atomic
 
-    lines = findings(
-        found, origin=lambda stage, index: origin(data.part(stage), index), notes=data.notes, rounded=data.rounded
-    )
+    lines = findings(found, origin=lambda stage, index: origin(data.part(stage), index), notes=data.notes)
     repeats = [
         {"part": part, "within": within, "count": len(pairs), "pairs": pairs[:MOST_PAIRS]}
         for (part, within), pairs in found.repeats.items()

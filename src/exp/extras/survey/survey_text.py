@@ -44,16 +44,13 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
     return f"# Data\n\n    {command}\n\n{text}\n"
 
 
-def findings(
-    survey: Survey, *, origin: Callable[[Stage, int], str | None], notes: Sequence[str], rounded: Sequence[str]
-) -> list[str]:
+def findings(survey: Survey, *, origin: Callable[[Stage, int], str | None], notes: Sequence[str]) -> list[str]:
     """Return the findings, the worst first.
 
     Args:
         survey: The survey.
         origin: Function that returns the file or other source of a sample, or None.
         notes: Notes from the data.
-        rounded: Names of the values that are rounded from float64 to float32.
     """
     found = []
     for (stage, within), pairs in sorted(survey.repeats.items(), key=lambda one: one[0][0] == one[0][1]):
@@ -62,8 +59,6 @@ def findings(
     found += [*_differences(survey), *(f"note: {line}" for line in notes)]
     for stage, part in survey.parts.items():
         found += _of_part(stage, part)
-    if rounded:
-        found.append(f"rounded: {', '.join(rounded)}, from float64 to float32; precision=fp64 keeps it")
     return found
 
 

@@ -124,7 +124,6 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
     ({"column": "kind"}, "data.split.column: kind, which is 'a' in sample 0"),
     ({"group": "number"}, r"data.split.group: number, which is an input.*Add number to data.dataset.ignore"),
     ({"group": "nobody"}, "data.split.group: nobody; expected a column of"),
-    ({"stratify": "yes"}, "data.split.stratify: 'yes'; expected a value of the type bool"),
 ])  # fmt: skip
 def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
     with pytest.raises(ConfigError, match=words):

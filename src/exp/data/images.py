@@ -43,10 +43,7 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".
 # The maximum number of picture headers that are read before the run. The pictures are evenly spaced.
 LOOKED_AT = 2000
 # Folders that file managers, network drives and archives create next to pictures.
-JUNK = (
-    *("__macosx", "@eadir", "@tmp", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "lost+found"),
-    "system volume information",
-)
+JUNK = ("__macosx", "@eadir", "lost+found")
 FITTED = "images"
 
 

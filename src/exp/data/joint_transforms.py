@@ -116,33 +116,23 @@ class V2Transform(SampleTransform):
             raise data_error("transforms", got=got, expected="samples with tv_tensors, such as Image and Mask", fix=fix)
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageTransforms:
     """The transforms of samples and of batches, by stage.
 
     Args:
-        steps: The transforms by config key.
+        given: The transforms by config key.
+        held: The names of a sample's values.
+        names: The names of a batch's values.
+
+    Attributes:
+        steps: The transforms by config key, in order.
     """
 
-    steps: Mapping[str, tuple[Transform, ...]]
-
-    @classmethod
-    def of_config(
-        cls, given: Mapping[str, Transforms], *, held: Sequence[str], names: Sequence[str]
-    ) -> StageTransforms:
-        """Return the transforms of the config.
-
-        Args:
-            given: The transforms by config key.
-            held: The names of a sample's values.
-            names: The names of a batch's values.
-        """
-        return cls(
-            steps={
-                key: callables(one, key, names if "batch" in key else held, is_batch="batch" in key)
-                for key, one in given.items()
-            }
-        )
+    def __init__(self, given: Mapping[str, Transforms], *, held: Sequence[str], names: Sequence[str]) -> None:
+        self.steps = {
+            key: callables(one, key, names if "batch" in key else held, is_batch="batch" in key)
+            for key, one in given.items()
+        }
 
     def of(self, stage: Stage) -> tuple[Transform, ...]:
         """Return the transforms of samples in a stage, in order."""

@@ -67,7 +67,7 @@ class Loading:
         names = self.form.names
         self.collate = collate_of(self.collate_setting, inputs=names)
         self.names = self.collate.sample_names(names) if isinstance(self.collate, Pad) else names
-        self.transforms = StageTransforms.of_config(self.transform_settings, held=self.names, names=names)
+        self.transforms = StageTransforms(self.transform_settings, held=self.names, names=names)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

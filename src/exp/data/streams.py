@@ -90,7 +90,8 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        hide_worker()
+        # Hide the worker, because a stream that sees it would read only a part of its samples.
+        _utils.worker._worker_info = None
         samples = enumerate(self._shuffle(self._read()))
         skipped = islice(samples, self.start * self.batch_size)
         if error := next((sample for _, sample in skipped if isinstance(sample, ExpError)), None):
@@ -211,8 +212,3 @@ def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[obj
     if isinstance(dataset, Epochs):
         dataset.set_epoch(epoch)
     return iter(dataset)
-
-
-def hide_worker() -> None:
-    """Set torch's worker info to None, because a stream that sees a worker would read only a part of its samples."""
-    _utils.worker._worker_info = None

@@ -135,9 +135,8 @@ class Windows(Dataset[object]):
             fix = "Shorten the window, or enlarge the split in data.parts"
             raise data_error("dataset.length", got=got, expected=f"{len(self.values)} at most together", fix=fix)
         rows = torch.from_numpy(self.values)
-        return self._windows((rows - statistics["means"]) / statistics["deviations"] if self.standardise else rows)
-
-    def _windows(self, rows: Tensor) -> WindowedRows:
+        if self.standardise:
+            rows = (rows - statistics["means"]) / statistics["deviations"]
         targets = rows[:, self._places(self.targets)].float()
         columns = {"input": self.inputs} if self.is_one else {"input": self.inputs, TARGET: self.targets}
         return WindowedRows(

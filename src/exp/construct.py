@@ -120,7 +120,8 @@ def _call(node: Plain, *, key: str, allow: Sequence[str], offers: Mapping[str, o
     try:
         return _check_result(target(*positional, **arguments), target, node["_target_"], key=key)
     except ProgramError as error:
-        error.key = error.key or f"{key}.{error.place}"
+        for one in (error, *error.others):
+            one.key = one.key or f"{key}.{one.place}"
         raise
     except ConfigError as error:
         raise ConfigError([_add_key(one, key) for one in error.errors]) from error

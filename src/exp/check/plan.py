@@ -46,7 +46,7 @@ class Resolved:
         config: Copy of the given config with shape, dtype, outputs and classes of the data. This config is frozen.
         plain: Values of the config as dicts and lists, interpolations resolved. UNKNOWN stands for a value that
             could not be read.
-        errors: Errors of values, keys, rules, targets, parameters and forward programs.
+        errors: Errors of values, keys, rules, targets and parameters.
         notes: Remarks of the search for a checkpoint.
         data: The data set with its splits, if it was built to complete the config. Otherwise None.
     """

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from exp.check.calls import call_error
 from exp.check.input_errors import describe_value, layer_error, operation_error
 from exp.check.meta_forward import Failure, MetaForward
-from exp.check.parameters import program_error
 from exp.errors import ConfigError, ErrorDetails, not_supported_with, unsuitable
 from exp.models.containers import ProgramModel, config_key, forward_name, path_of
 from exp.models.forward_trace import Call, ForwardTrace, Recorder, Refused
@@ -83,7 +82,7 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
         yield from error.errors
     elif isinstance(error, ProgramError):
         for one in (error, *error.others):
-            yield program_error(error.key or "model.forward", one)
+            yield _program_error(one)
     elif call is not None and network is not None and not has_forward(call.module):
         key = config_key(network, recorder.path_of(network, call.module))
         fix = "Call its layers one by one in model.forward"
@@ -102,6 +101,11 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
         if name is not None and detail.key == "model.forward":
             detail = replace(detail, key=f"model.programs.{name}")
         yield detail
+
+
+def _program_error(error: ProgramError) -> ErrorDetails:
+    key = error.key or "model.forward"
+    return ErrorDetails(key=key, got=error.message, expected=error.expected, at=(error.line, error.column))
 
 
 def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> ErrorDetails | None:

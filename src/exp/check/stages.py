@@ -1,7 +1,7 @@
 """The errors of a composed config that are found without building any part of the run.
 
 The first stage does not import torch. It checks values and interpolations (reading), keys, types and bounds (structure)
-and rules between keys (rules). The second stage imports the targets, and checks their parameters and forward programs.
+and rules between keys (rules). The second stage imports the targets, and checks their parameters.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def first_stage(reading: Reading) -> list[ErrorDetails]:
 
 
 def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDetails]:
-    """Return the errors of targets, their parameters and forward programs.
+    """Return the errors of targets and their parameters.
 
     Args:
         reading: Result of `read` for the config.
         only: Top-level key to check, such as data. None checks all keys.
     """
     # Imported here because the import is slow, and the first stage does not need it.
-    from exp.check.parameters import program_errors, target_errors
+    from exp.check.parameters import target_errors
 
     plain, _ = reading
     allow, is_own = allowed_packages(plain), has_module(plain)
@@ -110,7 +110,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
     left = {COMPOSITION, "vars", *own_groups(plain)}
     names = (name for name in plain if name not in left and only in (None, name))
     plain = {name: plain[name] for name in names}
-    return unique_errors([*target_errors(plain, allow=allow, has_module=is_own), *program_errors(plain)])
+    return unique_errors(target_errors(plain, allow=allow, has_module=is_own))
 
 
 def allowed_packages(plain: dict[str, Any]) -> list[str]:

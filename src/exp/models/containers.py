@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import keyword
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
@@ -113,13 +113,12 @@ class ProgramModel(nn.Module):
     @property
     def program(self) -> Program:
         """The parsed program."""
-        used = layers_used(self._programs.values(), self._layer_names)
-        return self._parse(self._text, used_elsewhere=used, is_bounded=not self._is_folded)
+        return self._program("forward")
 
     @property
     def programs(self) -> dict[str, Program]:
         """The parsed additional programs, by name."""
-        return {name: self._parse(text, used_elsewhere=self._layer_names) for name, text in self._programs.items()}
+        return {name: self._program(name) for name in self._programs}
 
     @property
     def reads_training(self) -> bool:
@@ -197,15 +196,17 @@ class ProgramModel(nn.Module):
             raise config_error("inputs", got=str(list(self.input_names)), expected="a `forward` program")
         return "\n".join([*steps, "return x"])
 
-    def _parse(self, text: str, *, used_elsewhere: Iterable[str], is_bounded: bool = True) -> Program:
+    def _program(self, name: str) -> Program:
+        """Return the parsed program of a name, which is `forward` or a key of `programs`."""
+        is_forward = name == "forward"
         return parse(
-            text,
+            self._text if is_forward else self._programs[name],
             self._layer_names,
             inputs=self.input_names,
             constants=self._constants,
             functions=self._functions,
-            used_elsewhere=used_elsewhere,
-            is_bounded=is_bounded,
+            used_elsewhere=layers_used(self._programs.values(), self._layer_names) if is_forward else self._layer_names,
+            is_bounded=not (is_forward and self._is_folded),
         )
 
     def _function(self, program: Program) -> FunctionType:
@@ -225,13 +226,17 @@ class ProgramModel(nn.Module):
     def _bind(self) -> None:
         # The functions are attributes of the instance, so that a call is as fast as in a hand-written module, and the
         # signature has the names of the inputs.
-        self.__dict__["forward"] = self._compile(self.program)
-        for name, text in self._programs.items():
+        found: list[ProgramError] = []
+        for name in ("forward", *self._programs):
             try:
-                self.__dict__[name] = self._compile(self._parse(text, used_elsewhere=self._layer_names))
+                self.__dict__[name] = self._compile(self._program(name))
             except ProgramError as error:
-                error.place = f"programs.{name}"
-                raise
+                for one in (error, *error.others):
+                    one.place = name if name == "forward" else f"programs.{name}"
+                    found.append(one)
+        if found:
+            found[0].others = tuple(found[1:])
+            raise found[0]
 
     def _compile(self, program: Program) -> MethodType:
         return MethodType(self._function(program), self)

@@ -398,7 +398,7 @@ STAGES = (
     Stage(name="objective", run=_objective, keys=SHAPE_KEYS, needs=("model",)),
     Stage(
         name="modes",
-        run=lambda check: mode_errors(check.decided.plain, check.decided.metrics),
+        run=lambda check: mode_errors(check.settings, check.decided.metrics),
         keys=("monitor", "mode", "scheduler", "callbacks", "sweep"),
         needs=("objective",),
     ),

@@ -45,7 +45,6 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.profilers.xla.XLAProfiler": ("torch_xla", "torch_xla"),
 }
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
-_DIRECTION, _PERIOD = Literal["min", "max"], Ge(0)
 # Bounds by parameter name. They apply to a class and its subclasses in these libraries.
 BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torch.optim.optimizer.Optimizer": {
@@ -76,27 +75,12 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
         ("min_epochs", "min_steps", "fast_dev_run", "limit_predict_batches", "reload_dataloaders_every_n_epochs"), Ge(0)
     ),
     "lightning.pytorch.loggers.csv_logs.CSVLogger": {"flush_logs_every_n_steps": Ge(1)},
-    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": {
-        "mode": _DIRECTION,
-        "patience": Ge(0),
-        "min_delta": Ge(0),
-    },
-    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": {
-        "mode": _DIRECTION,
-        "save_top_k": Ge(-1),
-        "every_n_train_steps": _PERIOD,
-        "every_n_epochs": _PERIOD,
-    },
-    "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor": {"logging_interval": Literal["step", "epoch"]},
+    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": {"patience": Ge(0), "min_delta": Ge(0)},
     "lightning.pytorch.callbacks.callback.Callback": {
         "max_depth": Ge(-1),
-        "refresh_rate": _PERIOD,
-        "swa_lrs": Gt(0),
-        "unfreeze_backbone_at_epoch": Ge(0),
+        "refresh_rate": Ge(0),
         "annealing_epochs": Ge(0),
     },
-    # Only dropouts have this bound for p. In losses, p is the exponent of a norm.
-    "torch.nn.modules.dropout._DropoutNd": {"p": _SHARE},
     "torch.nn.modules.module.Module": {
         **dict.fromkeys(("in_features", "out_features", "in1_features", "in2_features", "num_features"), Ge(1)),
         **dict.fromkeys(("in_channels", "out_channels", "num_channels", "num_groups", "groups"), Ge(1)),

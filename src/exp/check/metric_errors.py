@@ -19,6 +19,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from exp.check.calls import call_error
 from exp.check.input_errors import describe_value
+from exp.config.settings import Settings
 from exp.data.randomness import preserve_generators
 from exp.errors import REFUSALS, ErrorDetails, RunError, one_line, unsuitable
 from exp.nested import named_parts
@@ -163,20 +164,19 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
     return ErrorDetails(measure.key, got, expected)
 
 
-def mode_errors(plain: Mapping[str, Any], measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
+def mode_errors(settings: Settings, measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
     """Yield the errors of modes that contradict the direction in which a loss or a metric improves.
 
     Args:
-        plain: Config as plain values.
+        settings: Config as typed objects.
         measures: Metrics of the run by name.
     """
-    mode = plain["mode"]
     wanted = {
-        "mode": {plain["monitor"]: mode},
-        "sweep.monitor": searched_tags(plain["sweep"]["monitor"], mode=mode),
+        "mode": {settings.monitor: settings.mode},
+        "sweep.monitor": searched_tags(settings.sweep.monitor, mode=settings.mode),
     }
-    nodes = {"scheduler": plain["scheduler"]}
-    nodes |= {f"callbacks.{name}": node for name, node in plain["callbacks"].items()}
+    nodes = {"scheduler": settings.scheduler}
+    nodes |= {f"callbacks.{name}": node for name, node in settings.callbacks.items()}
     wanted |= {f"{key}.mode": {node.get("monitor"): node["mode"]} for key, node in nodes.items() if "mode" in node}
     for key, tags in wanted.items():
         for tag, direction in tags.items():

@@ -10,7 +10,6 @@ from exp.check.examination import plan
 from exp.check.plan import read_resolved
 from exp.check.resolution import resolve
 from exp.cli.check import main as check
-from exp.cli.command_line import parse_arguments
 from exp.config.compose import composition_of
 from exp.config.freeze import freeze
 from exp.config.frozen import COMPOSITION
@@ -64,14 +63,6 @@ def test_a_file_and_a_recorded_command_lead_results_nowhere_else(place):
     Path("conf/local/default.yaml").write_text("# @package _global_\nhydra: {run: {dir: ../disk/x}}\n")
     assert errors()["hydra.run.dir"].fix.startswith("Write hydra.run.dir=../disk/x on the command line")
     assert not errors("hydra.run.dir=../disk/x")
-
-
-def test_the_mode_of_hydra_is_the_flag():
-    assert parse_arguments(["hydra.mode=MULTIRUN", "seed=1,2"]).multirun
-    assert parse_arguments(["hydra.mode=MULTIRUN", "seed=1,2"]).overrides == ["seed=1,2"]
-    assert not parse_arguments(["hydra.mode=RUN", "seed=1"]).multirun
-    with pytest.raises(exp.ConfigError, match="exclude each other"):
-        parse_arguments(["-m", "hydra.mode=RUN", "seed=1,2"])
 
 
 def test_the_mode_of_a_file_is_an_error(capsys):

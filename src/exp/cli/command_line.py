@@ -104,7 +104,6 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
         commands = [command_line_error(argv[0], f"{argv[0]!r} has no =", "key=value", fix)] if fix else []
         raise ConfigError([*commands, *_as_overrides(foreign, multirun=bool({"-m", "--multirun"} & set(argv)))])
     arguments = _parser(program).parse_intermixed_args(list(argv))
-    _read_mode(arguments)
     raise_errors(_flag_errors(arguments))
     return arguments
 
@@ -146,16 +145,6 @@ def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list
             fix = as_override(text, wrong[0].fix, vocabulary) if wrong else f"Write {text}"
         errors.append(command_line_error(flag, "not a flag of this command", "key=value, without dashes", fix))
     return errors
-
-
-def _read_mode(arguments: argparse.Namespace) -> None:
-    """Replace the override `hydra.mode=MULTIRUN` by the flag -m, and `hydra.mode=RUN` by --run."""
-    for text in list(arguments.overrides):
-        key, _, word = text.lstrip("+").partition("=")
-        if key == "hydra.mode" and word.lower() in ("run", "multirun"):
-            arguments.overrides.remove(text)
-            is_sweep = word.lower() == "multirun"
-            arguments.multirun, arguments.run = arguments.multirun or is_sweep, arguments.run or not is_sweep
 
 
 def _read_samples(text: str) -> int | None:

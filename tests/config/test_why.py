@@ -139,7 +139,7 @@ def test_a_wrong_key_suggests_the_nearest(why, key, fix):
 
 def test_a_wrong_command_is_reported(why):
     assert "2 keys" in why("seed", "name", status=2)[1]
-    assert "overrides alone" in why("seed=3", status=2)[1]
+    assert "only overrides" in why("seed=3", status=2)[1]
 
 
 def test_a_past_run_explains_its_config(why):

@@ -79,7 +79,7 @@ SHORT = ["trainer.max_steps=1", "model.layers.hidden.out_features=8"]
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("InPlace", "InPlace.forward changed a tensor in place; expected no change, because the hook observes"),
+        ("InPlace", "InPlace.forward changed a tensor in place; expected no change, because the hook only observes"),
         ("Number", "Number.after_step returned a float; expected a mapping of tags to values, or None"),
         ("Taken", "hooks.taken in after_step logs loss/train, a tag of the engine; expected a tag that is not in use"),
         ("Shared", "hooks.shared in after_step logs gradients/norm/total, a tag of hooks.gradients in after_backward;"),

@@ -218,7 +218,7 @@ def test_without_peak_counter_a_run_has_no_peaks(monkeypatch, caplog, step):
     assert peak.so_far() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "linux":
         (warning,) = caplog.messages
-        assert "memory/host_peak_* are left out" in warning
+        assert "memory/host_peak_* are not logged" in warning
     monkeypatch.setattr("exp.hooks.memory.HOST", peak)
     assert not any("host_peak" in tag for tag in peaks_of(step))
 

@@ -75,15 +75,12 @@ def test_the_run_ends_before_the_bad_step(run, where: str) -> None:
     if where == "forward":
         assert "step 4: the loss is nan; the run ends before the optimizer's step" in message
         assert (
-            "The first is `fragile` (Fragile), in the forward: its output is not finite, and its inputs were."
+            "The first module is `fragile` (Fragile), in the forward: its inputs were finite, its output is not."
             in message
         )
     else:
         assert "step 4: a gradient is not finite; the run ends before the optimizer's step" in message
-        assert (
-            "The first is `fragile` (Fragile), in the backward: SqrtBackward0 gave a gradient that is not finite"
-            in message
-        )
+        assert "The first module is `fragile` (Fragile), in the backward: SqrtBackward0 returned a gradient" in message
     report = json.loads((bad.directory / "report.json").read_text())
     assert report["status"] == "failed"
     assert "`fragile` (Fragile)" in report["error"]["message"]
@@ -127,7 +124,7 @@ def test_skipped_steps_are_no_error_until_scale_vanishes(run) -> None:
 )
 def test_the_module_is_named_in_other_runs(run, more: list[str]) -> None:
     bad = run(*more, BACKWARD, "trainer.gradient_clip_val=1.0")
-    assert "The first is `fragile` (Fragile), in the backward: SqrtBackward0" in str(bad.error)
+    assert "The first module is `fragile` (Fragile), in the backward: SqrtBackward0" in str(bad.error)
 
 
 def test_the_bad_rank_is_named_by_all_ranks(ranks, tmp_path) -> None:
@@ -142,7 +139,7 @@ def test_the_bad_rank_is_named_by_all_ranks(ranks, tmp_path) -> None:
     named = [message.count(f"on rank {rank} of 2; the run ends") for rank in (0, 1)]
     assert min(named) == 0, "only one rank may report the bad step"
     assert max(named) >= 2, "the errors of both ranks must name the bad rank"
-    assert "The first is `hidden` (Linear), in the forward" in message
+    assert "The first module is `hidden` (Linear), in the forward" in message
 
 
 # --- the origin ---
@@ -192,4 +189,4 @@ def test_the_origin_is_the_first_unintended_infinity(network, x, name: str, oper
     tracer.backward(loss)
     torch.autograd.grad(loss, inputs)
     first = tracer.first(is_lost=not loss.isfinite())
-    assert first.startswith(f"The first is {name}, in the backward: {operator} gave")
+    assert first.startswith(f"The first module is {name}, in the backward: {operator} returned")

@@ -67,8 +67,8 @@ def layer(at_call: int) -> str:
 def test_the_first_step_reports_what_filled_the_memory(capsys):
     assert main([*RUN, HERE, "hooks=[memory]", layer(1)]) == 1
     error = capsys.readouterr().err
-    assert "out of memory on cpu in step 1, in activation2: 1,073,741,824.0 MiB more were asked for." in error
-    assert "Try a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger" in error
+    assert "out of memory on cpu in step 1, in activation2: an allocation of 1,073,741,824.0 MiB failed." in error
+    assert "Try a smaller data.batch_size with a larger trainer.accumulate_grad_batches" in error
     assert "Traceback" not in error.rpartition("out of memory on cpu")[2]
 
     report = read_report("run")
@@ -108,7 +108,7 @@ def test_a_later_step_reports_the_last_measured_one():
 def test_without_the_hook_the_error_names_it(capsys):
     assert main([*RUN, HERE, layer(1), "hooks=[]"]) == 1
     error = capsys.readouterr().err
-    assert "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory" in error
+    assert "out of memory. Add +hooks=memory to see the layer, what filled the memory, and what to change" in error
     assert "you tried to allocate 1125899906842624 bytes" in error
     assert not Path("run/memory").exists()
 

@@ -96,7 +96,7 @@ def test_a_window_cut_by_the_end_is_written(fit, caplog):
         limits = ["trainer.max_epochs=1", "trainer.limit_train_batches=5"]
         directory = fit(*window(4, 9), *limits).directory
     assert warnings_of(caplog) == [
-        "hooks.profile: the run ended before the end of its window at step 12; steps written: 2"
+        "hooks.profile: the run ended before step 12, the last step to record; number of written steps: 2"
     ]
     assert steps_in(directory) == ["step 4", "step 5"]
 
@@ -107,7 +107,7 @@ def test_a_window_after_the_end_is_a_warning(fit, caplog, steps):
     with caplog.at_level(logging.WARNING, logger="exp.extras.debugging.profile"):
         directory = fit(*window(4, 1), "trainer.max_epochs=1", f"trainer.limit_train_batches={steps}").directory
     (warning,) = warnings_of(caplog)
-    assert warning.endswith("its window at step 4; steps written: 0")
+    assert warning.endswith("step 4, the last step to record; number of written steps: 0")
     assert not (directory / "profile").exists()
     assert not torch.autograd._profiler_enabled()
 
@@ -121,7 +121,7 @@ def test_a_window_cut_by_an_error_is_written(fit, in_tmp, caplog, error):
     assert not torch.autograd._profiler_enabled()
     assert steps_in(in_tmp / "run0") == ["step 4", "step 5"]
     (warning,) = warnings_of(caplog)
-    assert warning.endswith("steps written: 2")
+    assert warning.endswith("number of written steps: 2")
 
 
 @pytest.mark.slow

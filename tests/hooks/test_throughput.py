@@ -187,8 +187,8 @@ def test_uncountable_flops_warn_once_and_can_be_given(loop, caplog):
         found = loop(peak_flops=1e11, **settings).steps(4)
     assert all("throughput/mfu" not in values for values in found.logged.values())
     assert caplog.messages == [
-        "throughput/mfu is not logged: the FLOPs of a step could not be counted without numbers (NotImplementedError: "
-        "no numbers). Write hooks.throughput.flops_per_sample"
+        "throughput/mfu is not logged: the FLOPs of a step could not be counted on the meta device "
+        "(NotImplementedError: no numbers). Write the FLOPs of a sample in hooks.throughput.flops_per_sample"
     ]
     given = loop(peak_flops=1e11, flops_per_sample=9e6, **settings).steps(2)
     assert given.logged[2]["throughput/mfu"] == pytest.approx(6400 * 9e6 / 3e11)

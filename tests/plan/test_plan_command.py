@@ -272,4 +272,4 @@ def test_a_search_takes_the_fewest_micro_batches(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_a_search_without_room_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=mlp", "device=2xH100", "strategy=ddp", "search=true", "memory=100KiB"]) == 1
-    assert "nothing fits" in capsys.readouterr().err
+    assert "no configuration fits" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def test_files_of_the_run_are_not_overwritten(digits_directory, capsys, tmp_path
         assert f"output: {path}, " in capsys.readouterr().err
     for words in ([f"run={copied}"], [f"run={digits_directory}", f"weights={copied}"]):
         assert main([*words, f"output={copied}"]) == 2
-        assert "which has the weights" in capsys.readouterr().err
+        assert "the checkpoint with the weights" in capsys.readouterr().err
     assert files == {path: path.read_bytes() for path in digits_directory.rglob("*") if path.is_file()}
 
 

@@ -250,9 +250,9 @@ def test_arrays_that_do_not_fit_are_refused(digits):
     ):
         with pytest.raises(ConfigError, match=message):
             digits.predict(given)
-    with pytest.raises(RunError, match="expected numbers or words"):
+    with pytest.raises(RunError, match=r"expected an array \[N, ...\] of numbers or texts"):
         digits.predict(object())
-    with pytest.raises(RunError, match="a list whose parts differ in length"):
+    with pytest.raises(RunError, match="a list whose samples differ in length"):
         digits.predict([[1.0, 2.0], [3.0]])
     Path("ragged.jsonl").write_text('{"input": [[1, 2], [3]]}\n{"input": [[1]]}\n')
     with pytest.raises(ConfigError, match="lists of different lengths"):
@@ -277,14 +277,14 @@ def test_outputs_that_cannot_be_written_are_refused(pets_directory, pets, write_
         ("same.csv", "same.csv", is_input),
         ("same.csv", "link.csv", is_input),
         ("same.csv", "hard.csv", is_input),
-        ("same.csv", table, f"output: {table}, a place of the run"),
-        ("same.csv", run / "checkpoints" / "new.csv", "a place of the run"),
-        ("same.csv", "outward.csv", "output: outward.csv, a place of the run"),
+        ("same.csv", table, f"output: {table}, a file of the run"),
+        ("same.csv", run / "checkpoints" / "new.csv", "a file of the run"),
+        ("same.csv", "outward.csv", "output: outward.csv, a file of the run"),
     ):
         assert main([f"run={run}", f"input={given}", f"output={output}"]) == 2
         assert message in capsys.readouterr().err
     assert main([f"run={run}", "inptu=new.csv", "output=answers.csv"]) == 2
-    assert "Did you mean input where inptu is?" in capsys.readouterr().err
+    assert "Did you mean input instead of inptu?" in capsys.readouterr().err
     assert (Path("same.csv").read_bytes(), table.read_text()) == (before, "kept")
     assert main([f"run={run}", "input=same.csv", f"output={run / 'answers.csv'}"]) == 0
     assert len(read_answers(run / "answers.csv")) == 3

@@ -110,6 +110,6 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         raise ConfigError([error_of(error)]) from error
     except OSError as error:
         raise RunError(
-            f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a directory for small files"
+            f"the jobs of the sweep cannot be listed: {error}. Set TMPDIR to a writable directory"
         ) from error
     return f"ok: {len(jobs.planned)} jobs"

@@ -200,7 +200,7 @@ def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
             OmegaConf.resolve(part)
         text = OmegaConf.to_yaml(part)
     except OmegaConfBaseException as error:
-        detail = command_line_error("--cfg", str(error).splitlines()[0], "a config whose values resolve")
+        detail = command_line_error("--cfg", str(error).splitlines()[0], "a config with valid interpolations")
         raise ConfigError([detail]) from error
     return text if arguments.package is None else f"# @package {arguments.package}\n{text}"
 
@@ -239,10 +239,10 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
 def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:
     if arguments.package is not None and arguments.cfg is None:
         fix = f"Write --cfg job --package {arguments.package}"
-        yield command_line_error("--package", "without --cfg", "the part of a config to print", fix)
+        yield command_line_error("--package", "without --cfg", "--cfg job, whose output --package limits", fix)
     if arguments.resolve and arguments.cfg is None:
         fix = "Write --cfg job --resolve"
-        yield command_line_error("--resolve", "without --cfg", "the values of a config to print", fix)
+        yield command_line_error("--resolve", "without --cfg", "--cfg job, whose values --resolve resolves", fix)
     modes = {"--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None}
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:

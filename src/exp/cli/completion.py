@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         print(SCRIPTS[argv[0]], end="")
     else:
         got = " ".join(argv) or "nothing"
-        print(f"exp completion: {got}; expected bash or zsh: exp completion bash. --help says more", file=sys.stderr)
+        print(f"exp completion: {got}; expected bash or zsh, as in exp completion bash", file=sys.stderr)
         return 2
     return 0
 

@@ -48,7 +48,7 @@ def run(name: str) -> NoReturn:
     elif name in plugins():
         main = plugins()[name].load()
     else:
-        print(f"exp {name}: this installation has no src/exp/extras folder with the command", file=sys.stderr)
+        print(f"exp {name}: the folder of this command below exp/extras is not installed", file=sys.stderr)
         sys.exit(2)
     status = main()
 

@@ -18,12 +18,12 @@ HELP = """Evaluate the weights that a run saved, on a split of its data or of ot
   python -m exp.evaluate run=DIR data.dataset.path=new.csv stage=all
   python -m exp.evaluate run=DIR strategy=ddp launch.devices=2
 
-  run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
-  weights=WORD     best, last, or a checkpoint's path; default: best, or last if there is no best
+  run=DIR          a run directory, the directory of a job of a sweep, or a checkpoint
+  weights=WORD     best, last, or the path of a checkpoint; default: best, or last if there is no best
   stage=WORD       test (default), val, or all: the whole data set, for new data
   security.allow=[PACKAGE]   a package whose classes the run's config may name
 
-All else overrides the run's command. Metrics are printed, and saved in outputs/<name>/evaluations/."""
+Other arguments change the run's command. Metrics are printed, and saved in outputs/<name>/evaluations/."""
 
 
 @command(help=HELP)

@@ -129,13 +129,13 @@ def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Ite
 
     values = [key for key in changed if key.startswith("optimizer.")]
     if values and now["phases"]:
-        yield not_supported_with(values[0], "another value in a fork", "phases", "the parent's value")
+        yield not_supported_with(values[0], "a changed value in a fork", "phases", "the value of the parent run")
     for key in values if not now["phases"] else ():
         name = key.removeprefix("optimizer.")
         groups = [group for one in state["optimizer_states"] for group in one["param_groups"]]
         if name not in INCIDENTAL and not all(name in group for group in groups):
-            other = "an optimizer that does not keep it in its groups"
-            yield not_supported_with(key, "another value in a fork", other, "the parent's value")
+            other = "an optimizer that does not store the value in its parameter groups"
+            yield not_supported_with(key, "a changed value in a fork", other, "the value of the parent run")
 
 
 def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Changed) -> Path:

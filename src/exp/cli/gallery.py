@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{one}\n  {title}\n  python -m exp.train experiment={one}\n")
         return 0
     if name not in found:
-        got, expected = f"{name}, which is none of exp's own", f"one of {among(found, word=name)}"
+        got, expected = f"{name}, which is no experiment of exp", f"one of {among(found, word=name)}"
         raise config_error("experiment", got=got, expected=expected, fix=did_you_mean(name, found))
     print((EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8"), end="")
     return 0

@@ -199,7 +199,7 @@ def _print(arguments: argparse.Namespace, words: Words) -> None:
     planner = Planner(arguments, words)
     plan = planner.plan()
     if plan.network is None:
-        raise RunError(f"the network cannot be built without numbers: {'; '.join(plan.shapes.notes)}")
+        raise RunError(f"the network cannot be built on the meta device: {'; '.join(plan.shapes.notes)}")
     estimator, limit = planner.estimator(plan), planner.limit(plan)
     if words.searches:
         _search(plan, planner, limit=limit)
@@ -228,11 +228,11 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None) -> None:
     from exp.plan.fastest import search
 
     if planner.device(plan) is None or plan.own is not None:
-        expected = "device=H100, and a network of exp, whose steps can be timed"
-        raise config_error("search", got="true, with an unknown time of a step", expected=expected)
+        expected = "a known device, such as device=H100, and no LightningModule"
+        raise config_error("search", got="true, but the time of a step is unknown", expected=expected)
     found = search(plan, limit=limit, other=planner.other)
     if not found.fitting:
-        raise RunError(f"nothing fits: {found.too_large} configurations are too large, {found.refused} have errors")
+        raise RunError(f"no configuration fits: {found.too_large} are too large, and {found.refused} have errors")
     best = dict(text.split("=", 1) for text in found.fitting[0].overrides)
     print(ways(found))
     print(with_values(planner.arguments.overrides, best))

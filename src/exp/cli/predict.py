@@ -15,14 +15,14 @@ HELP = """Predict with the weights that a run saved.
   python -m exp.predict run=DIR input=arrays.npz output=answers.npz weights=last
   python -m exp.predict run=DIR input=new.csv output=answers.csv strategy=ddp launch.devices=2
 
-  run=DIR          a run directory, a job's in a sweep's directory, or a checkpoint
+  run=DIR          a run directory, the directory of a job of a sweep, or a checkpoint
   input=PATH       .csv, .parquet, .jsonl, .npz or .npy; for pictures a folder, a picture or a CSV of paths
   output=FILE      .npz, .csv or .jsonl
-  weights=WORD     best, last, or a checkpoint's path; default: best, or last if there is no best
+  weights=WORD     best, last, or the path of a checkpoint; default: best, or last if there is no best
   security.allow=[PACKAGE]   a package whose classes the run's config may name
 
 The input is standardized, encoded and transformed as in training; classes have the names of training.
-All else overrides the run's command, such as data.batch_size=512."""
+Other arguments change the run's command, such as data.batch_size=512."""
 
 
 @command(help=HELP)

@@ -88,7 +88,7 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
     for name, values in predictions.outputs.items():
         if isinstance(values, list):
             shapes = sorted({str(list(one.shape)) for one in values})
-            raise RunError(f"samples of {name} are of shapes {' and '.join(shapes[:2])}; write them to a .jsonl file")
+            raise RunError(f"samples of {name} have the shapes {' and '.join(shapes[:2])}. Write them to a .jsonl file")
         arrays[name] = values
     for name, reading in predictions.readings.items():
         start = _start(predictions.readings, name)
@@ -166,7 +166,7 @@ def _plain(name: str, values: Any, is_flat: bool) -> Mapping[str, Sequence[Any]]
             return _split(values, [f"{name}_{number}" for number in range(width)])
     if axes and is_flat:
         shape = list(np.shape(values[0]))
-        raise RunError(f"{name} is {shape} of each sample, which has no place in a row; write a .npz or a .jsonl file")
+        raise RunError(f"{name} of a sample has shape {shape}, too large for a row. Write a .npz or .jsonl file")
     return {name: [np.asarray(one).tolist() for one in values]}
 
 

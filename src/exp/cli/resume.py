@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="train again from the second-to-last checkpoint to the last, elsewhere, and compare the states",
     )
-    trust = "with --verify: a package that the config may name, as security.allow"
+    trust = "with --verify: a package whose classes the config may name, as in security.allow"
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=trust)
     arguments = parser.parse_args(argv)
     if not (arguments.run / "config.yaml").is_file():
@@ -172,7 +172,7 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
                 raise
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
     if any(found[POSITION][name] != value for name, value in to.items()):
-        raise RunError(f"trained again from {before or 'the start'}, {run} does not come to step {to['step']}")
+        raise RunError(f"a second training of {run} from {before or 'the start'} does not reach step {to['step']}")
     return before or "the start", found
 
 

@@ -14,8 +14,8 @@ from exp.errors import command_line_error, raise_errors
 from exp.spelling import among, did_you_mean, find_nearest
 
 ALLOW = "security.allow"
-RUN = "a run directory, a job's in a sweep's directory, or a checkpoint"
-WEIGHTS = "best, last, or a checkpoint's path"
+RUN = "a run directory, the directory of a job of a sweep, or a checkpoint"
+WEIGHTS = "best, last, or the path of a checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ def read_arguments(
             errors.append(command_line_error(key, "an empty value", expected))
         elif value is None and key in needed:
             near = find_nearest(key, [key_of(text) for text in others])
-            advice = f"Did you mean {key} where {near[0]} is?" if near else f"Write {key}={key.upper()}"
-            errors.append(command_line_error(key, "nothing", expected, advice))
+            advice = f"Did you mean {key} instead of {near[0]}?" if near else f"Write {key}={key.upper()}"
+            errors.append(command_line_error(key, "no value", expected, advice))
         elif value is not None and not isinstance(known, str) and value not in known:
             errors.append(command_line_error(key, value, expected, did_you_mean(value, known)))
     allow: Sequence[str] | None = ()

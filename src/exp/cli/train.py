@@ -53,9 +53,9 @@ def refuse_ranks(command: str) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise config_error(
             "torchrun",
-            got=f"{command} in every rank",
-            expected=f"{command} without torchrun, which starts its own ranks, or a worker of a frozen run",
-            fix=f"Write python -m {command} strategy=ddp; for several machines torchrun ... -m exp.worker RUN_DIR",
+            got=f"{command} in each rank",
+            expected=f"{command} without torchrun, because {command} starts the ranks",
+            fix=f"Write python -m {command} strategy=ddp, or on several machines torchrun ... -m exp.worker RUN_DIR",
         )
 
 
@@ -151,5 +151,5 @@ def _run(arguments: argparse.Namespace) -> int:
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
     """Raise ConfigError if overrides of a single run set keys of `sweep`."""
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
-    expected, fix = "a sweep, which this key configures", "Put -m in front of the overrides"
+    expected, fix = "a sweep, because only sweeps use this key", "Put -m in front of the overrides"
     raise_errors(command_line_error(key, "set for one run", expected, fix) for key in keys if key.startswith("sweep."))

@@ -68,8 +68,8 @@ def _key(words: Sequence[str]) -> tuple[str, list[str]]:
     """
     keys = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(keys) != 1:
-        got = f"{', '.join(keys)}: {len(keys)} keys" if keys else f"{' '.join(words)}: overrides alone"
-        raise _error(got, "one dotted key, and overrides next to it", f"{PROGRAM} optimizer.lr model=mlp")
+        got = f"{len(keys)} keys, {' and '.join(keys)}" if keys else f"{' '.join(words)}: only overrides"
+        raise _error(got, "one dotted key, and overrides", f"{PROGRAM} optimizer.lr model=mlp")
     return ".".join(split(keys[0])), [word for word in words if word != keys[0]]
 
 
@@ -131,7 +131,7 @@ class Question:
         decided = resolve(self._config)
         found = dict(leaves(decided.plain)).get(key, UNKNOWN)
         if found in (UNKNOWN, value):
-            return value, next((f"  not known until this is fixed: {error}" for error in decided.errors), "")
+            return value, next((f"  unknown until this error is fixed: {error}" for error in decided.errors), "")
         is_of_data = key.startswith("data.") or value is UNKNOWN
         who = f"the data, {decided.settings.data['_target_']}," if is_of_data else "the search for it before the run"
         return found, f"  {who} filled in {show_value(found)}"

@@ -22,7 +22,7 @@ def main() -> NoReturn:
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="a package that the config may name",
+        help="a package whose classes the config may name",
     )
     parser.add_argument(
         "--requeues", type=int, default=None, metavar="N",

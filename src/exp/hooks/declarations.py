@@ -43,13 +43,13 @@ def class_errors(kind: type, base: type, *, key: str) -> Iterator[ErrorDetails]:
             problem = _misfit(name, method, known[name])
             errors += [problem] if problem else []
         elif near := find_nearest(name, known, likeness=0.85):
-            errors.append((f"a method {name}, which nothing calls", f"{near[0]}, or another name"))
+            errors.append((f" with a method {name}, which is never called", f"the name {near[0]}, or a different name"))
     acting = known.keys() - {"errors", "error", "due", "overrides", "attach", "engaged", "disengage", "detach"}
     if not errors and not own.keys() & acting:
         methods = ", ".join(sorted(acting))
-        errors.append(("a class that overrides no method of Hook", f"one or more of {methods}"))
+        errors.append((", which overrides no method of Hook", f"one or more of {methods}"))
     for got, expected in errors:
-        yield ErrorDetails(key=key, got=f"{kind.__name__} with {got}", expected=expected)
+        yield ErrorDetails(key=key, got=f"{kind.__name__}{got}", expected=expected)
 
 
 def _methods(kind: type) -> dict[str, FunctionType]:
@@ -66,5 +66,5 @@ def _misfit(name: str, method: FunctionType, base: FunctionType) -> tuple[str, s
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        return f"{name}{signature}: {error}", f"def {name}({', '.join(parameters)})"
+        return f" with {name}{signature}: {error}", f"def {name}({', '.join(parameters)})"
     return None

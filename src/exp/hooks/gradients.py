@@ -103,7 +103,7 @@ class Gradients(Hook):
         hidden = [*OWN_PERIODS, *(["clipped"] if planned.settings.trainer.gradient_clip_val else [])]
         for setting in hidden:
             if (value := getattr(self, setting)) is not None:
-                expected = "null: stage 3 of DeepSpeed shows the norms before clipping alone"
+                expected = "null: with DeepSpeed, hooks can read only the norms before clipping"
                 fix = f"Write hooks.{self.name}.{setting}=null"
                 yield self.error(setting, got=value, expected=expected, fix=fix)
 

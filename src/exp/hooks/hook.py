@@ -130,7 +130,7 @@ class Hook:
         kind = type(self)
         yield from class_errors(kind, Hook, key=f"hooks.{self.name}")
         if not self.modules:
-            yield self.error("modules", got="[]", expected="one pattern or more; ['*'] is every module")
+            yield self.error("modules", got="[]", expected="one or more patterns, such as ['*'] for all modules")
         try:
             find_modules(planned.network, self.modules, key=f"hooks.{self.name}.modules")
         except ConfigError as error:
@@ -464,13 +464,11 @@ class Attached:
                 returned = own(*arguments)
             place = f"hooks.{hook.name}: {type(hook).__name__}.{method}"
             if _versions(seen) != before:
-                raise RunError(
-                    f"{place} changed a tensor in place; expected no change, because the hook observes. Work on a copy"
-                )
+                raise RunError(f"{place} changed a tensor in place; expected no change, because the hook only observes")
             if returned is not None:
                 raise RunError(
-                    f"{place} returned a {type(returned).__name__}; an observing hook returns None there. Write "
-                    "`transforms = True` in its class if it is to change what it sees"
+                    f"{place} returned a {type(returned).__name__}; expected None, because the hook only observes. To "
+                    "change values, write `transforms = True` in its class"
                 )
 
         return observing

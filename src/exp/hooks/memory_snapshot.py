@@ -38,7 +38,7 @@ def take(error: BaseException, step: Step | None, *, network: nn.Module, kept: K
     place = "the host" if step is None else f"{step.device} in step {step.index}"
     if module is not None:
         place += f", in {module or 'the network itself'}"
-    size = "" if asked is None else f": {_mib(asked)} more were asked for"
+    size = "" if asked is None else f": an allocation of {_mib(asked)} failed"
     suggestion = advice(parts, failed=asked if module is not None and asked is not None else 0)
     return f"out of memory on {place}{size}. Try {suggestion}", _table(modules, parts)
 
@@ -99,7 +99,7 @@ def advice(parts: Mapping[Part, int], *, failed: int) -> str:
     state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if parts["activations"] + failed > state:
         return (
-            "a smaller data.batch_size and trainer.accumulate_grad_batches as many times larger, which keeps the step "
-            "the same, precision=bf16 or strategy.activation_checkpointing"
+            "a smaller data.batch_size with a larger trainer.accumulate_grad_batches, precision=bf16, or "
+            "strategy.activation_checkpointing"
         )
-    return f"strategy=fsdp, which shards {_mib(state)} of parameters, gradients and optimizer, or a smaller network"
+    return f"strategy=fsdp, which shards {_mib(state)} of weights, gradients and optimizer state, or a smaller network"

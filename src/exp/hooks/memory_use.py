@@ -84,8 +84,8 @@ class ResidentPeak(Peak):
             self._reset()
         except (OSError, ValueError) as error:
             log.warning(
-                "the peak of the resident set cannot be set back here (%s): memory/host_peak_* are left out, and the "
-                "peak in a report is that of the whole process",
+                "the system does not let a process reset the peak of its resident set (%s): memory/host_peak_* are not "
+                "logged, and the peak in report.json is that of the whole process",
                 error,
             )
             return False
@@ -160,7 +160,7 @@ def explain_out_of_memory(error: BaseException, *, is_built: bool) -> str:
     """
     message = str(error).partition("\n")[0] or type(error).__name__
     if is_built:
-        without = "out of memory. The hook memory says in which layer, what filled it, and what to try: +hooks=memory"
+        without = "out of memory. Add +hooks=memory to see the layer, what filled the memory, and what to change"
     else:
-        without = "out of memory while the network and the data were made, before training"
+        without = "out of memory while the network and the data were built, before training"
     return "\n".join([*(getattr(error, "__notes__", None) or [without]), message])

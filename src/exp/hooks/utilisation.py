@@ -62,8 +62,8 @@ class Utilisation:
             # CPUs have no listed peak, which needs no warning.
             if step.device.type != "cpu":
                 log.warning(
-                    "throughput/mfu is not logged: no peak is known for %s in %s. Write hooks.%s.peak_flops=measured, "
-                    "or the FLOPs a second of one device",
+                    "throughput/mfu is not logged: the peak FLOPs per second of %s in %s are unknown. Write "
+                    "hooks.%s.peak_flops=measured, or the FLOPs per second of one device",
                     source,
                     workload.precision,
                     name,
@@ -102,8 +102,8 @@ class Utilisation:
             return workload.flops(step.data)
         except Exception as error:  # a user's layer may raise any error on the meta device
             log.warning(
-                "throughput/mfu is not logged: the FLOPs of a step could not be counted without numbers (%s: %s). "
-                "Write hooks.%s.flops_per_sample",
+                "throughput/mfu is not logged: the FLOPs of a step could not be counted on the meta device (%s: %s). "
+                "Write the FLOPs of a sample in hooks.%s.flops_per_sample",
                 type(error).__name__,
                 str(error).partition("\n")[0],
                 name,

@@ -118,9 +118,9 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
     if not others:
         return run.config.copy()
     if run.directory is None:
-        got = f"{others[0]}, for {run.checkpoint}, which is outside its run directory"
-        fix = "Leave it out: the config of the checkpoint is used"
-        raise config_error(_top(others[0]), got=got, expected="a run directory", fix=fix)
+        got = f"{others[0]}, and the checkpoint {run.checkpoint} is not in a run directory"
+        fix = "Leave the override out. The config of the checkpoint is used"
+        raise config_error(_top(others[0]), got=got, expected="a run directory in run=", fix=fix)
     return compose([_from(run.directory), *overrides])
 
 

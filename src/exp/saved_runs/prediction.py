@@ -67,10 +67,11 @@ class Predictions:
         names = list(self.readings)
         name = names[0] if output is None and len(names) == 1 else output
         if name is None or name not in self.readings:
-            raise RunError(f"output is {name}; expected one of those with a loss: {', '.join(names) or 'no output'}")
+            known = ", ".join(names) or "there is none"
+            raise RunError(f"output is {name}; expected an output that a loss compares with a target: {known}")
         values = self.outputs[name]
         if isinstance(values, list):
-            raise RunError(f"the samples of {name} differ in length; read each by readings[{name!r}].answers")
+            raise RunError(f"the samples of {name} differ in length. Call readings[{name!r}].answers for each sample")
         return self.readings[name].answers(values)
 
 
@@ -108,7 +109,7 @@ def predict(
         except ConfigError as error:
             raise ConfigError([_as_input_error(one) for one in error.errors]) from error
         if report.status != "completed":
-            raise RunError(f"the prediction is not complete: it {report.status}")
+            raise RunError(f"the prediction was not completed: its status is {report.status}")
         return _assemble(read_shares(Path(report.directory)), config, checkpoint, classes=config_classes(run))
     finally:
         shutil.rmtree(place)
@@ -141,10 +142,10 @@ def _save(given: object, run: RunFiles, place: Path) -> Path:
         try:
             array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
         except ValueError as error:
-            got = f"{name} is a {type(value).__name__} whose parts differ in length"
-            raise RunError(f"{got}; expected an array [N, ...]: predict each length separately") from error
+            got = f"{name} is a {type(value).__name__} whose samples differ in length"
+            raise RunError(f"{got}; expected an array [N, ...]. Predict each length separately") from error
         if array.dtype.kind not in "fiubU" or not array.ndim:
-            raise RunError(f"{name} is {type(value).__name__}; expected numbers or words, an array [N, ...]")
+            raise RunError(f"{name} is {type(value).__name__}; expected an array [N, ...] of numbers or texts")
         held[str(name)] = array
     (place / "given.npz").write_bytes(archive_of(held))
     return place / "given.npz"
@@ -179,7 +180,7 @@ def _set_node(run: RunFiles) -> Mapping[str, Any]:
     """
     data = run.settings.data
     if run.settings.has_own_loaders:
-        raise RunError(f"the run's data is {data['_target_']}, loaders of the user, which cannot read other files")
+        raise RunError(f"the run's data is {data['_target_']}, whose own loaders cannot read other files")
     node: Mapping[str, Any] = next(data[name] for name in PLACES if data.get(name) is not None)
     return node
 

@@ -79,7 +79,7 @@ class RunFiles:
         """
         if self.settings.has_own_loaders:
             kind = self.settings.data["_target_"]
-            raise RunError(f"the run's data is {kind}, loaders of the user; expected exp.data.data.Data")
+            raise RunError(f"the run's data is {kind}, which has its own loaders; expected exp.data.data.Data")
         with preserve_generators():
             return build_data(dataclasses.replace(self.settings, resume=str(self.path_of(None))))
 
@@ -129,7 +129,7 @@ class RunFiles:
         if found is None or not found.is_file():
             there = sorted(path.name for path in (directory / CHECKPOINTS).glob("*.ckpt"))
             wanted = "checkpoint" if weights is None else f"{weights}.ckpt"
-            raise RunError(f"{directory} has no {wanted}: {f'it has {among(there)}' if there else 'it saved none'}")
+            raise RunError(f"{directory} has no {wanted}; it has {among(there) if there else 'no checkpoint'}")
         return found
 
     def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
@@ -141,18 +141,18 @@ class RunFiles:
         """
         whose, place = None, output.resolve()
         if is_same_file(output, self.path_of(weights)):
-            whose = "which has the weights"
+            whose = "the checkpoint with the weights"
         elif self.directory is not None and place.is_relative_to(self.directory.resolve()):
             first = place.relative_to(self.directory.resolve()).parts[:1]
             if first == (CHECKPOINTS,) or (output.exists() and first != (EXPORTS,)):
-                whose = f"a place of the run {self.directory}"
+                whose = f"a file of the run {self.directory}"
         if whose is not None:
-            expected = f"another file: in a run directory, {EXPORTS}/ or a new name"
+            expected = f"a file outside the run directory, a new file, or a file in {EXPORTS}/"
             raise config_error("output", got=f"{output}, {whose}", expected=expected, source=COMMAND_LINE)
 
     def _directory(self, wanted: str) -> Path:
         if self.directory is None:
-            raise RunError(f"{self.checkpoint} is outside its run directory, which has {wanted}")
+            raise RunError(f"{self.checkpoint} is not in a run directory, which would have {wanted}")
         return self.directory
 
 
@@ -163,7 +163,7 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor]:
     if not averaged and CURRENT not in state:
-        raise RunError(f"{path} has only one set of weights, not their average; leave averaged out")
+        raise RunError(f"{path} has no average of weights, because the run has no callbacks=[ema]. Leave out averaged")
     weights: Mapping[str, Tensor] = state["state_dict"] if averaged else state[CURRENT]
     return weights
 

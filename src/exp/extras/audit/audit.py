@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m exp.audit", description=__doc__)
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a YAML file, a checkpoint, a folder of them")
-    parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="as security.allow would")
+    parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="as in security.allow")
     arguments = parser.parse_args(argv)
     found = audit(arguments.path, allow=arguments.allow)
     print(_text(found, arguments.path))

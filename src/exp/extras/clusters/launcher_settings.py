@@ -92,7 +92,7 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
     word, package = CLUSTERS[target].word, PACKAGES[target]
     if not is_installed(package):
         fix, got = f"pip install 'exp-framework[{word}]'", f"{word}, without the package {package}"
-        yield ErrorDetails("hydra/launcher", got, "it installed", fix)
+        yield ErrorDetails("hydra/launcher", got, f"an installed package {package}", fix)
     wrong = {name for name, (_, kind) in SETTINGS[target].items() if not fits(settings[name], kind)}
     for name in SETTINGS[target]:
         if name in wrong:
@@ -110,13 +110,13 @@ def _slurm_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
             cluster,
             f"on a machine without {' and '.join(missing)}",
             "a machine that can submit to SLURM",
-            "Start it on a login node, or try it here with hydra.launcher.cluster=local",
+            "Start the sweep on a login node, or try it here with hydra.launcher.cluster=local",
         )
     if cluster == "local" and settings.get("nodes") not in (None, 1):
-        yield not_supported_with("hydra.launcher.nodes", settings["nodes"], "cluster=local", "1: this machine")
+        yield not_supported_with("hydra.launcher.nodes", settings["nodes"], "cluster=local", "1, this machine")
     delay, timeout = settings.get("signal_delay_s"), settings.get("timeout_min")
     if delay is not None and timeout is not None and delay >= 60 * timeout:
-        expected = f"less than the {60 * timeout:g} s of a job"
+        expected = f"less than the time limit of a job, {60 * timeout:g} s"
         yield not_supported_with("hydra.launcher.signal_delay_s", delay, f"timeout_min={timeout}", expected)
     for name, value in settings.get("additional_parameters", {}).items():
         if name.replace("_", "-") in OWN_OPTIONS or name.replace("-", "_") in SETTINGS[SLURM]:

@@ -88,7 +88,7 @@ class SlurmExecutor(ClusterExecutor):
             raise config_error(
                 "hydra.launcher.nodes",
                 got=f"{nodes}, with launch.nodes={wanted}",
-                expected="the same number, or one of the two",
+                expected="equal numbers, or only one of the two keys",
             )
 
     def _submit(self, frozen: Frozen) -> str:

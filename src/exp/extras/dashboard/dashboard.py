@@ -133,6 +133,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("directory", nargs="?", type=Path, default=Path("outputs"), help="outputs, a sweep or a run")
     parser.add_argument("--page", choices=PAGES, help="default: hparams for a sweep, else overview")
     parser.add_argument("--port", type=int, help="default: the first free port from 6006; 0: any free port")
-    parser.add_argument("--host", default=LOOPBACK, help="other addresses need no authentication")
+    parser.add_argument("--host", default=LOOPBACK, help="default: 127.0.0.1; other addresses are open to the network")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="only print the address")
     return parser.parse_args(argv)

@@ -130,8 +130,8 @@ def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
     what = f"the loss is {one.loss:g}" if not math.isfinite(one.loss) else "a gradient is not finite"
     of_phase = "" if phase is None else f" in phase {phase}"
     on_rank = f" on rank {rank} of {count}" if count > 1 else ""
-    alone = "on each rank alone, but their mean is not" if count > 1 else "uncompiled and alone"
+    alone = " on each rank, but their mean over ranks is not" if count > 1 else ", without compilation"
     return (
-        f"step {index}: {what}{of_phase}{on_rank}; the run ends before the optimizer's step, and the weights are those "
-        f"from before it.\n{one.trace.where or f'Run again, the step is finite {alone}.'}"
+        f"step {index}: {what}{of_phase}{on_rank}; the run ends before the optimizer's step, and the weights are "
+        f"unchanged.\n{one.trace.where or f'In a second run of the step, all values are finite{alone}.'}"
     )

@@ -60,7 +60,7 @@ def report(plan: Plan) -> str:
 
 def refuse_several(plan: Plan) -> None:
     """Raise ConfigError if the run has phases, a LightningModule, or no term that needs only one forward pass."""
-    expected = "a network of `model` with one loss of one forward pass"
+    expected = "a network of the group model, whose loss needs one forward pass"
     if plan.own is not None:
         raise config_error("module", got="a LightningModule", expected=expected)
     if plan.phases:

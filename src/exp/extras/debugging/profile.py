@@ -83,8 +83,8 @@ class Profile(Hook):
         trainer, world = planned.settings.trainer, planned.placement.world_size
         limit, profiler = trainer.max_steps, trainer.profiler
         if isinstance(limit, int) and 0 <= limit < self.last:
-            got = f"{self.start}, in a window that ends at step {self.last}, with trainer.max_steps={limit}"
-            yield self.error("start_step", got=got, expected=f"a window that ends at step {limit} or before")
+            got = f"{self.start}: the last recorded step is {self.last}, with trainer.max_steps={limit}"
+            yield self.error("start_step", got=got, expected=f"recorded steps up to step {limit}")
         if self.ranks != "all" and max(self.ranks) >= world:
             got = f"{list(self.ranks)} in a run with {world} process{'es' if world > 1 else ''}"
             yield self.error("ranks", got=got, expected=f"ranks from 0 to {world - 1}, or all")
@@ -145,10 +145,10 @@ class Profile(Hook):
             self._end()
         except Exception:
             # The run may be ending with another error, which must not be replaced by this one.
-            log.exception("hooks.%s could not write what it had recorded", self.name)
+            log.exception("hooks.%s: the recorded steps could not be written", self.name)
             return
         log.warning(
-            "hooks.%s: the run ended before the end of its window at step %s; steps written: %s",
+            "hooks.%s: the run ended before step %s, the last step to record; number of written steps: %s",
             self.name,
             self.last,
             recorded,

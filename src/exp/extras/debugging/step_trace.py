@@ -121,7 +121,7 @@ class Tracer:
         if not is_fine and was_fine and not self._forward:
             self._order = order
             self._forward = (
-                f"The first is {self._label(name)}, in the forward: its output is not finite, and its inputs were."
+                f"The first module is {self._label(name)}, in the forward: its inputs were finite, its output is not."
             )
         elif self._forward and is_fine and (not was_fine or order < self._order):
             # A module with these inputs, or around their origin, has a finite output: the values are intended, such as
@@ -134,8 +134,8 @@ class Tracer:
             return
         operator = operator.split("::")[-1]
         self._backward = (
-            f"The first is {self._label(name)}, in the backward: {operator} gave a gradient that is not finite, from "
-            "gradients that were."
+            f"The first module is {self._label(name)}, in the backward: {operator} returned a gradient that is not "
+            "finite, from finite gradients."
         )
 
     def _label(self, name: str) -> str:
@@ -221,10 +221,10 @@ def trace_of(module: TrainingModule, window: Window) -> Trace:
             continue
         count = len(window.batches)
         sentences = [
-            tracer.first(is_lost=not _is_finite(loss)) or "No module computed it from finite values.",
+            tracer.first(is_lost=not _is_finite(loss)) or "No module made it from finite values.",
             f"It is micro-batch {place + 1} of {count}." if count > 1 else "",
-            "The data are not finite." if is_lost(tensors_in(batch.data)) else "",
-            f"Already not finite before the step: {', '.join(lost_before[:5])}." if lost_before else "",
+            "The batch has values that are not finite." if is_lost(tensors_in(batch.data)) else "",
+            f"Weights or buffers not finite before the step: {', '.join(lost_before[:5])}." if lost_before else "",
         ]
         found = Trace(is_bad=True, where=" ".join(filter(None, sentences)))
         if batch.world_size == 1:
@@ -235,5 +235,5 @@ def trace_of(module: TrainingModule, window: Window) -> Trace:
     overflown = [name for name, size in sizes.items() if not size.isfinite()]
     return Trace(
         is_bad=bool(overflown),
-        where=f"Every gradient is finite, but not its norm: {', '.join(overflown[:5])}." if overflown else "",
+        where=f"The gradients are finite, but not the norms of {', '.join(overflown[:5])}." if overflown else "",
     )

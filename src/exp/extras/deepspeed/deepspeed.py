@@ -103,7 +103,7 @@ class DeepSpeed(Strategy):
     def _errors(self, planned: Blueprint) -> Iterator[ErrorDetails]:
         if not is_installed("deepspeed"):
             got, _, fix = str(missing_extra()).partition(": ")
-            yield ErrorDetails("strategy.name", got, "it, or another strategy", f"Install it: {fix}")
+            yield ErrorDetails("strategy.name", got, "an installed package deepspeed, or another strategy", fix)
         # Precisions without loss scaling and without casts of the network, because DeepSpeed would do both itself.
         known = [
             word.name

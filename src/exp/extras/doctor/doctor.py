@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m exp.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="train nothing")
+    parser.add_argument("--quick", action="store_true", help="skip the training runs")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs")
     arguments = parser.parse_args(argv)
     errors = 0

@@ -94,7 +94,7 @@ class ClassCounts(Hook, ABC):
         if classes != 2 and (output.dim() < 2 or output.shape[-1] != classes):
             got = f"{self.output} of shape [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
             expected = f"an output [B, ..., {classes}]: a score for each class"
-            fix = f"Name another one. L{self.leave_out[1:]} otherwise"
+            fix = f"Name another output with hooks.{self.name}.output, or {self.leave_out}"
             yield self.error("output", got=got, expected=expected, fix=fix)
 
     def setup(self, network: nn.Module) -> None:

@@ -35,7 +35,7 @@ SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 # Splits in the order of preference. Validation and test are first, because they have no augmentation.
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
-NOTE = "inputs are as the run's data gives them to the network: standardized, encoded and transformed"
+NOTE = "the inputs of the file are those of the network: standardized, encoded and transformed"
 
 
 @dataclass(frozen=True, kw_only=True)

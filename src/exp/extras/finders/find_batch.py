@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         config, decided = decide(arguments)
         raise_errors(plan_errors(decided, limit=limit))
         trials = Trials(config, decided, jobs, steps=flags.steps, limit=limit, overrides=arguments.overrides)
-        print(f"data.batch_size, the whole batch, {flags.steps} steps each, below {trials.directory_shown}")
+        print(f"data.batch_size over all ranks, {flags.steps} steps each, results below {trials.directory_shown}")
         most = flags.max if flags.max is not None else samples_of(decided)
         start = min(int(decided.settings.data["batch_size"]), most or sys.maxsize)
         found = search(trials, start=start, most=most)
@@ -103,7 +103,7 @@ def plan_errors(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
         yield not_supported_with("data.batch_sampler", data["batch_sampler"]["_target_"], PROGRAM, expected)
     accelerator = decided.placement.accelerator
     if limit is None and accelerator != "cuda":
-        expected = "a limit: beyond the memory the system swaps or ends programs"
+        expected = "a limit, because a system without free memory swaps or ends programs"
         yield missing_value("--memory", expected, "Write --memory 2GiB", got=f"no limit, on {accelerator}")
 
 

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         changes = {"callbacks": {"range_test": test}, "trainer.max_steps": flags.steps}
         short = shorten_config(config, decided, changes, room="find_lr", overrides=arguments.overrides)
         left = ["schedule", *(f"callbacks.{name}" for name in split_callbacks(decided)[1])]
-        print(f"{flags.steps} steps at learning rates from {flags.min:g} to {flags.max:g}; no {', '.join(left)}")
+        print(f"{flags.steps} steps at learning rates from {flags.min:g} to {flags.max:g}; left out: {', '.join(left)}")
         from exp.start import fit
 
         report = run(short, fit=fit)

@@ -99,7 +99,7 @@ def parse(
     ]
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
-        errors.append(ErrorDetails("--multirun", "several runs", "one", "Leave -m out, and call it once each"))
+        errors.append(ErrorDetails("--multirun", "several runs", "one", "Leave -m out, and run the command for each"))
     raise_errors(errors)
     if answer_question(arguments):
         return own, None

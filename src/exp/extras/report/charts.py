@@ -113,7 +113,7 @@ def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list
         notes.append(f"no curves of {among(without)}: no TensorBoard events of a loss or of a metric of the validation")
     if len(ordered) > MOST_CURVES:
         left = ", ".join(ordered[MOST_CURVES:])
-        notes.append(f"curves of {left} are left out, after the first {MOST_CURVES}. --metric TAG puts one first")
+        notes.append(f"no pictures of {left}: a page has at most {MOST_CURVES} pictures. --metric TAG puts a tag first")
     return ordered[:MOST_CURVES]
 
 

@@ -58,7 +58,7 @@ class ClipModule(GradientTransform):
                 key="runtime.compile",
                 got=f"true over several ranks, with hooks.{self.name} of algorithm=norm",
                 expected="false: a compiled backward cannot communicate with other ranks",
-                fix="Or write algorithm=value",
+                fix=f"Write false, or hooks.{self.name}.algorithm=value",
             )
 
     def around_forward(self, step: Step) -> None:

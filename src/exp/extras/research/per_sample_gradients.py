@@ -86,8 +86,8 @@ class PerSampleGradients(Hook):
             if isinstance(hook, ClipModule) and hook.algorithm == "norm":
                 yield (
                     f"hooks.{other}",
-                    "a clipped gradient of a batch",
-                    "the mean of gradients of samples",
+                    "clipping by norm",
+                    "no clipping by norm: the gradient of a batch must be the mean of the gradients of its samples",
                 )
         network, trace = planned.network, planned.trace
         mixing = [path for path, module in network.named_modules() if _mixes(module)]

@@ -22,7 +22,7 @@ MOST_SAMPLES = 256
 # By kind of the NumPy dtype of an input: the kinds of accepted values, and their description for messages.
 TAKEN = {
     "b": ("b", "true and false"),
-    "f": ("iuf", "numbers within the range, or null for a missing one,"),
+    "f": ("iuf", "numbers within the range, or null for a missing number,"),
     "i": ("iuf", "whole numbers within the range"),
     "u": ("iuf", "whole numbers within the range"),
 }
@@ -113,7 +113,7 @@ def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
     """
 
     def refuse(word: str) -> NoReturn:
-        raise BadRequest(f"{word} is no number in JSON; expected finite numbers, or null for a missing one")
+        raise BadRequest(f"{word} is no number in JSON; expected finite numbers, or null for a missing number")
 
     try:
         content = json.loads(body.decode(), parse_constant=refuse)
@@ -130,7 +130,8 @@ def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
             raise BadRequest(f"{name} is a {type(inputs[name]).__name__}; expected a list of samples")
     sizes = {name: len(inputs[name]) for name in names}
     if len(set(sizes.values())) > 1:
-        raise BadRequest(f"the inputs have {', '.join(f'{size} ({name})' for name, size in sizes.items())} samples")
+        listed = ", ".join(f"{size} ({name})" for name, size in sizes.items())
+        raise BadRequest(f"the inputs have {listed} samples; expected equal numbers of samples")
     size = next(iter(sizes.values()))
     if not 1 <= size <= MOST_SAMPLES:
         raise BadRequest(f"{size} samples; expected 1 to {MOST_SAMPLES} in a request")

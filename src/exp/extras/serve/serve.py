@@ -28,7 +28,7 @@ HELP = """Serve the network of a saved run, or an ONNX file, as JSON over HTTP.
   model=FILE           an ONNX file instead, such as python -m exp.export writes
   weights=WORD         for run=DIR: best, last, or the path of a checkpoint; default: the best, else the last
   port=NUMBER          default: 8000; 0: any free port
-  host=ADDRESS         default: 127.0.0.1; other addresses need no authentication
+  host=ADDRESS         default: 127.0.0.1; at other addresses, anyone can use the model without authentication
   security.allow=[PACKAGE]   packages whose classes the run's config may name; allow only packages that you trust
 
 Ctrl-C and SIGTERM end the server after it has answered open requests."""

@@ -155,7 +155,7 @@ def test_the_directory_holds_the_curve_and_no_checkpoint(capsys: pytest.CaptureF
     assert [one.value for one in events.Scalars("loss/train")] == pytest.approx(columns["loss"], rel=1e-6)
     assert [one.value for one in events.Scalars("optimizer/lr/default")] == pytest.approx(columns["lr"], rel=1e-6)
     printed = capsys.readouterr().out
-    assert "no schedule, callbacks.early_stopping\n" in printed
+    assert "left out: schedule, callbacks.early_stopping\n" in printed
     assert "the smoothed loss rose above 4 times its lowest" in printed
     typed = shlex.split(printed.splitlines()[-1])[3:]
     rate = f"optimizer.lr={summary['suggestion']:.3g}"

@@ -119,7 +119,7 @@ def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):
     (unknown,) = errors(local, "+hydra.launcher.tasks_per_node=1").values()
     assert "Key 'tasks_per_node' not in 'SlurmSettings'" in unknown
     delay = errors(local, "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=60")
-    assert "less than the 60 s of a job" in delay["signal_delay_s"]
+    assert "less than the time limit of a job, 60 s" in delay["signal_delay_s"]
     with pytest.raises(ConfigError, match="Write -m in front"):
         exp.compose(["hydra/launcher=slurm", local])
     monkeypatch.setitem(sys.modules, "submitit", None)

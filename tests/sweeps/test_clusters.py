@@ -99,7 +99,7 @@ def test_a_rejected_job_has_failed(slurm, tmp_path):
     first, second = running.ends(1.0)
     assert isinstance(first.outcome, RunError)
     assert "the job was not submitted: " in str(first.outcome)
-    assert "hydra.launcher.nodes: 1, with launch.nodes=2; expected the same" in str(second.outcome)
+    assert "hydra.launcher.nodes: 1, with launch.nodes=2; expected equal numbers" in str(second.outcome)
 
 
 def test_wrong_settings_of_the_launcher_are_refused(monkeypatch):

@@ -328,8 +328,8 @@ def test_a_program_keeps_no_activation_longer_than_by_hand() -> None:
 REFUSED = [
     (ParameterDictModel, {"layers": {"a": nn.Linear(1, 1)}}, "forward: no forward program"),
     (ParameterListModel, {"layers": {"a": nn.Linear(1, 1)}}, "forward: no forward program"),
-    (SequentialModel, {"layers": {"a": Parameter(shape=[2])}}, "layers.a: a Parameter, which cannot be called in turn"),
-    (SequentialModel, {"layers": {"train": nn.Linear(1, 1)}}, "which the network has already"),
+    (SequentialModel, {"layers": {"a": Parameter(shape=[2])}}, "layers.a: a Parameter, which cannot be called"),
+    (SequentialModel, {"layers": {"train": nn.Linear(1, 1)}}, "which is an attribute of the network"),
     (SequentialModel, {"layers": {"a b": nn.Linear(1, 1)}}, "layers.a b: a layer named 'a b'"),
     (SequentialModel, {"layers": {"a": 3}}, "layers.a: a int; expected a layer"),
     (

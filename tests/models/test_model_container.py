@@ -63,7 +63,7 @@ def test_a_model_that_is_wired_by_hand_is_refused(name: str, word: str) -> None:
         exp.validate(config)
     error = next(error for error in caught.value.errors if error.key == "model.container")
     assert error.got.startswith(f"{word} for a ")
-    assert error.fix == "Leave it out"
+    assert error.fix == "Remove `container`"
 
 
 def test_a_model_of_ones_own_is_refused() -> None:

@@ -161,7 +161,7 @@ def test_a_forward_that_asks_for_the_mode_is_refused_and_its_modes_are_restored(
     network = nn.Sequential(Dropping(), nn.Linear(2, 2))
     network[0].body.eval()
     modes = [module.training for module in network.modules()]
-    with pytest.raises(ConfigError, match=r"torch\.nn\.Dropout as a layer"):
+    with pytest.raises(ConfigError, match=r"layer torch\.nn\.Dropout"):
         split(network, count=2, layers=None, inputs=())
     assert [module.training for module in network.modules()] == modes
 

@@ -81,7 +81,7 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
         ("return F.dropout(x, 0.1, training, True)", "`inplace` of `dropout` writes"),
         ("return embedding(x, x, max_norm=1.0)", "`max_norm` of `embedding` writes"),
         ("return batch_norm(x, x[0], x[1], training=training)", "`running_mean` of `batch_norm` writes"),
-        ("y = x + 1\ny[0] = 0\nreturn y", "an assignment into this tensor; expected of a tensor, where(mask, a, x)"),
+        ("y = x + 1\ny[0] = 0\nreturn y", "an assignment into this tensor; expected where(mask, a, x)"),
         ("return torch.empty(3)", "expected `zeros`"),
         ("return x * x.item()", "expected the tensor itself"),
         ("return x.data", "expected `detach()`"),

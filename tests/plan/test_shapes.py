@@ -56,7 +56,7 @@ def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
         ),
         (
             ("shared", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),
-            "model.forward: line 1, column 13: `linears` (ModuleList) has 1 elements, and no number 1",
+            "model.forward: line 1, column 13: `linears` (ModuleList) has 1 elements, and no element 1",
         ),
     ],
 )

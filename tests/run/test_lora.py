@@ -167,7 +167,7 @@ def test_a_layer_that_cannot_be_adapted_is_refused():
     assert "lora.layers.0: no parameter matches 'stme'" in message
     assert "Did you mean stem?" in message
     assert (
-        "lora.layers.1: 'norm', which matches norm.weight, norm.bias; expected layers with a weight of two axes"
+        "lora.layers.1: 'norm', which matches norm.weight, norm.bias; expected a layer with a weight of two or more axes"
         in message
     )
     assert "lora.trained.0: no parameter matches 'haed'" in message
@@ -183,7 +183,7 @@ def test_a_layer_that_cannot_be_adapted_is_refused():
         assert f"lora.layers: LoRA with strategy={strategy}" in refused(
             f"strategy={strategy}", "launch.devices=2", *LORA
         )
-    with pytest.raises(ConfigError, match="no recurrent ones"):
+    with pytest.raises(ConfigError, match="that is not recurrent"):
         adapt(nn.LSTM(3, 4), layers=["LSTM"], rank=1, alpha=None)
 
 

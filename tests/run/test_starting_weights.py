@@ -87,8 +87,9 @@ def test_the_summary_names_each_unmatched_tensor():
     del given["body.0.bias"]
     matching = match_weights(given, net(), keys={"extra.*": None, "nowhere.*": "body.*"})
     assert matching.summary("FILE") == (
-        "weights: 6 of 9 tensors start from FILE; head.weight is [5, 16] there and [10, 16] here; "
-        "head.bias is [5] there and [10] here; not there: body.0.bias; left out by weights.keys: extra.weight"
+        "weights: 6 of 9 tensors start from FILE; head.weight is [5, 16] in the file and [10, 16] in the "
+        "network; head.bias is [5] in the file and [10] in the network; missing in the file: body.0.bias; "
+        "left out by weights.keys: extra.weight"
     )
     assert list(matching.unmatched) == ["nowhere.*"]
     assert not matching.is_whole
@@ -149,15 +150,16 @@ def test_weights_that_do_not_fit_are_refused():
     torch.save(net(classes=5).state_dict(), "five.pt")
     message = refused("weights.from=five.pt")
     assert (
-        "weights.strict: true, and five.pt is not this network's: head.weight is [5, 16] there and [10, 16]" in message
+        "weights.strict: true, and five.pt does not match the network: head.weight is [5, 16] in the file and [10, 16]"
+        in message
     )
-    assert "weights.strict=false keeps their initial values" in message
+    assert "weights.strict=false to load only the matching tensors" in message
     found = checked("weights.from=five.pt", "weights.strict=false")
     assert any("7 of 9 tensors start from five.pt" in note for note in found.notes)
     torch.save({f"old.{name}": one for name, one in net().state_dict().items()}, "old.pt")
     message = refused("weights.from=old.pt")
-    assert "weights.from: old.pt, of which no tensor has the name" in message
-    assert 'With weights.keys: {"old.*": "*"}' in message
+    assert "weights.from: old.pt, which has no tensor with a name and shape of the network" in message
+    assert 'Write weights.keys: {"old.*": "*"}' in message
     assert checked("weights.from=old.pt", "+weights.keys={old.*: '*'}").matching.is_whole
     message = refused("weights.from=five.pt", "+weights.keys={bodi.*: x.*}", "weights.strict=false")
     assert "weights.keys.bodi.*: no tensor of five.pt matches" in message

@@ -106,4 +106,4 @@ def test_functional_dropout_of_a_user_is_refused(tmp_path, monkeypatch, capsys):
         assert check(["model=functional", f"strategy={strategy}", "launch.devices=2"]) == 2
         text = capsys.readouterr().err
         assert "  strategy.name: " in text
-        assert "torch.nn.Dropout as a layer" in text
+        assert "the layer torch.nn.Dropout" in text

@@ -186,7 +186,7 @@ def test_a_plan_that_changes_the_function_is_found(ranks, count):
     for name, (_, _, expected) in PLANS.items():
         assert first[name] is None if expected is None else expected in first[name], name
     # The outputs are equal for this plan, and a gradient differs.
-    assert first["a weight between the parts"] == "the gradient of activation.weight changes"
+    assert first["a weight between the parts"] == "the gradient of activation.weight differs"
 
 
 # --- runs ---
@@ -194,6 +194,6 @@ def test_a_plan_that_changes_the_function_is_found(ranks, count):
 
 def test_a_run_whose_plan_changes_the_network_ends_before_its_first_step(ranks, settings):
     command = ("model=transformer", *settings, "strategy=tensor_parallel", "strategy.divide=[heads]")
-    message = r"strategy.plan: .*changes what the network computes with 2 ranks: its output"
+    message = r"strategy.plan: .*changes what the network computes with 2 ranks: the output"
     with pytest.raises(AssertionError, match=message):
         ranks.train(*command, "launch.accelerator=cpu", "launch.devices=2", ranks=2)

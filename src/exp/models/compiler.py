@@ -163,7 +163,7 @@ class _Plain(ast.NodeTransformer):
         if home != GIVEN:
             module = pkgutil.resolve_name(home)
             if not hasattr(module, name):
-                raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function that it has")
+                raise self.program.error(node, f"torch {torch.__version__} has no `{name}`", "a function of this torch")
             value = getattr(module, name) if vocabulary.is_value(name, home) else value
         self.functions[key] = value
         return ast.copy_location(_load(key), node)

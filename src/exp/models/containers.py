@@ -175,7 +175,7 @@ class ProgramModel(nn.Module):
             return _FOLDING[container]
         got = f"{container} for a {type(self).__name__}" + ("" if folds else " with a forward program")
         expected = f"one of {', '.join(_FOLDING)}, for a model whose layers are called in order, such as model=mlp"
-        raise config_error("container", got=got, expected=expected, fix="Leave it out")
+        raise config_error("container", got=got, expected=expected, fix="Remove `container`")
 
     def _fold(self) -> str:
         if type(self) not in _FOLDING.values():
@@ -190,10 +190,12 @@ class ProgramModel(nn.Module):
             elif isinstance(held, nn.Module) and not isinstance(held, _NOT_CALLABLE):
                 steps.append(f"x = {name}(x)")
             else:
-                got = f"a {type(held).__name__}, which cannot be called in turn"
-                raise config_error(f"layers.{name}", got=got, expected="a layer, or a `forward` program")
+                got, fix = f"a {type(held).__name__}, which cannot be called", "Or write a `forward` program"
+                expected = "a layer that can be called, because the model has no `forward` program"
+                raise config_error(f"layers.{name}", got=got, expected=expected, fix=fix)
         if self.input_names != ("x",):
-            raise config_error("inputs", got=str(list(self.input_names)), expected="a `forward` program")
+            expected = "the single input x, or a `forward` program that uses these inputs"
+            raise config_error("inputs", got=str(list(self.input_names)), expected=expected)
         return "\n".join([*steps, "return x"])
 
     def _program(self, name: str) -> Program:
@@ -289,8 +291,8 @@ _FOLDING: dict[str, type[ProgramModel]] = {
 
 def _require_free_name(network: nn.Module, name: str, *, key: str, kind: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(network, name):
-        taken = f"{name!r}, which the network has already" if hasattr(network, name) else repr(name)
-        raise config_error(key, got=f"{kind} named {taken}", expected="a free name like that of a variable")
+        taken = f"{name!r}, which is an attribute of the network" if hasattr(network, name) else repr(name)
+        raise config_error(key, got=f"{kind} named {taken}", expected="a valid and unused variable name")
 
 
 def _constant(name: str, value: object) -> object:

@@ -115,8 +115,8 @@ def find_frozen(
         for pattern in patterns:
             found = find_parameters(network, pattern, known=known, key=place, errors=errors)
             if found and not until.keys() & set(found):
-                expected = "a pattern of what freeze.parameters freezes"
-                errors.append(invalid_value(place, pattern, expected, because="which matches nothing frozen"))
+                expected = "a pattern of parameters that freeze.parameters freezes"
+                errors.append(invalid_value(place, pattern, expected, because="which matches no frozen parameter"))
             until |= {name: epoch for name in found if name in until}
     raise_errors(errors)
     until = {name: epoch for name, epoch in until.items() if epoch > 0}

@@ -92,7 +92,7 @@ def graph_of(network: nn.Module) -> fx.Graph:
             module.training = training
     same = str(evaluated) == str(trained) and constants.keys() == others.keys()
     if not (same and all(_equal(constants[name], others[name]) for name in constants)):
-        raise DependsOnMode("its operations in training are not those in evaluation")
+        raise DependsOnMode("its operations in training and in evaluation differ")
     return trained
 
 

@@ -115,8 +115,8 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
             given.pop(only, None)
             return run(data[only], **given)
         raise RunError(
-            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a name in common, "
-            "or one input alone in data.inputs"
+            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a common name, "
+            "or a single input in data.inputs"
         )
 
     return call

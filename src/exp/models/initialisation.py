@@ -67,4 +67,4 @@ def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> N
             function(parameter, **options)
     except (TypeError, ValueError) as error:
         got = f"{name} of a parameter of shape {list(parameter.shape)}: {error}"
-        raise config_error(key, got=got, expected="a scheme that fits the shape") from None
+        raise config_error(key, got=got, expected="a scheme and arguments that this parameter supports") from None

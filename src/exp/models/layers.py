@@ -96,5 +96,5 @@ def _modules_only(parts: Mapping[str, nn.Module | nn.Parameter], key: str) -> di
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     for name in parts:
         if name not in modules:
-            raise config_error(f"{key}.{name}", got="a parameter among layers", expected="all of one kind")
+            raise config_error(f"{key}.{name}", got="a parameter among layers", expected="layers only")
     return modules

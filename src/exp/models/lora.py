@@ -117,7 +117,7 @@ def merge(network: nn.Module) -> None:
         if not isinstance(held, nn.ModuleDict) or not is_adapted(held):
             continue
         if not all(isinstance(one, LowRank) for made in held.children() for one in made.children()):
-            raise RunError(f"{path} also has other parametrizations; expected LoRA alone, to merge it")
+            raise RunError(f"layer {path} has parametrizations other than LoRA, so that LoRA cannot be merged")
         weights = {own: getattr(module, own).detach() for own in held}
         del module.parametrizations
         module.__class__ = type(module).__bases__[0]
@@ -159,7 +159,7 @@ def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDe
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:
         because = f"which matches {among(meant, count=4)}"
-        expected = "layers with a weight of two axes or more, such as Linear, Conv2d and Embedding; no recurrent ones"
+        expected = "a layer with a weight of two or more axes that is not recurrent, such as Linear or Embedding"
         errors.append(invalid_value(key, pattern, expected, because=because))
     return found
 

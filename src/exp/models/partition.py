@@ -108,13 +108,13 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
     try:
         graph = graph_of(network)
     except DependsOnMode as error:
-        got = f"{type(network).__name__}, where {error}: a part would compute in evaluation what it does in training"
-        expected = "a network whose forward does not read self.training; its layers may"
-        fix = "Use torch.nn.Dropout as a layer, not the function, or a forward program that does not read `training`"
+        got = f"a strategy that splits {type(network).__name__}, but {error}"
+        expected = "a network with the same operations in training and in evaluation, except inside its layers"
+        fix = "Use the layer torch.nn.Dropout instead of the function dropout, and do not read `training` in forward"
         raise config_error(STRATEGY_KEY, got=got, expected=expected, fix=fix) from error
     except ValueError as error:
-        got = f"{type(network).__name__}, which torch.fx cannot trace ({error})"
-        expected = "a network whose layers run in one straight line: model=sequential and the like, or an nn.Sequential"
+        got = f"a strategy that splits {type(network).__name__}, which torch.fx cannot trace ({error})"
+        expected = "a network that torch.fx can trace, such as model=sequential or an nn.Sequential"
         raise config_error(STRATEGY_KEY, got=got, expected=expected) from error
     found = assign(network, graph, count=count, layers=layers)
     cutter = _Cutter(network, graph, found, count, values_of(network, graph, inputs))
@@ -310,7 +310,7 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
     errors = list(_name_errors(units, layers, found))
     if len(layers) != count:
         got = f"{len(layers)} part{'s' if len(layers) != 1 else ''}"
-        errors.append(ErrorDetails(KEY, got, f"{count}, a list of layers for each"))
+        errors.append(ErrorDetails(KEY, got, f"{count} parts, each a list of layers"))
     part = 0
     for unit in units:
         # A unit without parameters that no pattern matches is in the part of the unit before it.
@@ -326,7 +326,7 @@ def _name_errors(units: Sequence[Unit], layers: Patterns, found: dict[str, int])
         for pattern in patterns:
             matches = [unit.name for unit in units if _matches(unit.name, pattern)]
             if not matches:
-                yield ErrorDetails(f"{KEY}.{part}", repr(pattern), f"a pattern of layers; there are {known}")
+                yield ErrorDetails(f"{KEY}.{part}", repr(pattern), f"a pattern that matches one of the layers {known}")
             for name in matches:
                 if found.setdefault(name, part) != part:
                     got = f"{name} in part {found[name]} and in part {part}"

@@ -68,7 +68,7 @@ _ALLOWED = (
     *(ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
 )
 _ATTRIBUTES = vocabulary.ATTRIBUTES | vocabulary.PARAMETER_ATTRIBUTES | vocabulary.RESULTS
-INSTEAD_OF_WRITING = "of a tensor, where(mask, a, x), x.masked_fill(mask, a) or x.index_copy(...)"
+INSTEAD_OF_WRITING = "where(mask, a, x), x.masked_fill(mask, a) or x.index_copy(...), which return a new tensor"
 _CONSTANTS = (int, float, bool, str, type(None), type(...))
 _CALLABLE = (ast.Name, ast.Attribute, ast.Subscript, ast.IfExp)
 
@@ -108,7 +108,7 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
     in_loops = {part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node)}
     for node in nodes:
         if isinstance(node, ast.Break | ast.Continue) and node not in in_loops:
-            checker.refuse(node, "break or continue outside a loop", "a loop around it")
+            checker.refuse(node, "break or continue outside a loop", "a loop around the statement")
     if not any(isinstance(node, ast.Return) for node in nodes):
         last = tree.body[-1] if tree.body else ast.Pass(lineno=1, col_offset=0)
         checker.refuse(last, "the program returns nothing", "a last line such as `return x`")
@@ -128,10 +128,10 @@ def _check_names(names: Names, error: ErrorAt) -> None:
     for kind, example, own in (("an input", "x or mask", names.inputs), ("a function", "rearrange", names.functions)):
         for name in own:
             if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in RESERVED:
-                raise error(start, f"{kind} is called `{name}`", f"a plain name, such as {example}")
+                raise error(start, f"{kind} is called `{name}`", f"a valid variable name, such as {example}")
     for name in sorted(set(taken)):
         if taken.count(name) > 1:
-            expected = "one name for each input, layer, constant and function"
+            expected = "different names for inputs, layers, constants and functions"
             raise error(start, f"`{name}` is the name of two things", expected)
 
 
@@ -167,7 +167,7 @@ class _Checker(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name, *, called: bool = False) -> None:
         if isinstance(node.ctx, ast.Store):
             if node.id in self.names.layers | self.names.constants | self.names.functions | RESERVED:
-                expected = "a name that no layer, constant or listed function has"
+                expected = "another variable name: a layer, a constant or a function has this name"
                 self.refuse(node, f"`{node.id}` would be overwritten", expected)
         elif node.id not in self.known:
             if called and self.is_explained(node, f"`{node.id}`", node.id, self.known):
@@ -175,12 +175,12 @@ class _Checker(ast.NodeVisitor):
             # A name that is not called cannot be a misspelled function.
             near = self.known if called else self.variables
             inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
-            otherwise = "a layer or a listed function" if called else f"an input ({inputs}), a layer or a variable"
+            otherwise = "a layer or a torch function" if called else f"an input ({inputs}), a layer or a variable"
             self.refuse(node, f"`{node.id}` is unknown", nearest_or(node.id, near, otherwise=otherwise))
 
     def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
         if not isinstance(node.ctx, ast.Load):
-            self.refuse(node, f"`.{node.attr}` is assigned to", "a variable: a program changes no object")
+            self.refuse(node, f"`.{node.attr}` is assigned to", "an assignment to a variable")
             return
         prefix = prefix_of(node, self.variables)
         if prefix is not None:
@@ -207,7 +207,7 @@ class _Checker(ast.NodeVisitor):
 
     def check_listed(self, node: ast.Attribute, written: str, known: Set[str], *, kind: str) -> None:
         if node.attr not in known and not self.is_explained(node, written, node.attr, known):
-            expected = nearest_or(node.attr, known, otherwise=f"a listed {kind} (docs/models.md)")
+            expected = nearest_or(node.attr, known, otherwise=f"a {kind} on the list in docs/models.md")
             self.refuse(node, f"{written} is not on the list", expected)
 
     def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
@@ -224,10 +224,10 @@ class _Checker(ast.NodeVisitor):
                 self.check_target(element)
         elif isinstance(target, ast.Subscript):
             if not isinstance(target.value, ast.Name) or target.value.id not in self.assigned:
-                expected = f"`outputs[name] = ...` of a dict or list made here; {INSTEAD_OF_WRITING}"
+                expected = f"`outputs[name] = ...` on a dict or list of the program; for a tensor, {INSTEAD_OF_WRITING}"
                 self.refuse(target, "an assignment into an object", expected)
         elif not isinstance(target, ast.Name):
-            self.refuse(target, "an assignment to something that is not a variable", "a name on the left")
+            self.refuse(target, "an assignment to something that is not a variable", "a variable on the left side of =")
 
 
 def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
@@ -236,25 +236,25 @@ def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
         case ast.Constant(value, kind) if type(value) not in _CONSTANTS or kind is not None:
             return f"a constant of type {type(value).__name__}", "a number, string, bool or None"
         case ast.Constant(int() as value) if abs(value) >= 2**63:
-            return "an integer of more than 64 bits", "a smaller one"
+            return "an integer of more than 64 bits", "a smaller integer"
         case ast.Call(func) if not isinstance(func, _CALLABLE):
-            return "this cannot be called", "a layer, a listed function or a listed method"
+            return "a call of something that cannot be called", "a call of a layer, a function or a method"
         case ast.keyword(None):
-            return "`**` in a call", "the arguments by name"
+            return "`**` in a call", "arguments that are written out, such as dim=1"
         case ast.keyword("out"):
-            return "`out=` writes into a tensor", "the function's result"
+            return "`out=` writes into a tensor", "a call without `out=`, whose result is assigned to a variable"
         case ast.Dict(keys) if None in keys:
-            return "`**` in a dict", "the entries by name"
+            return "`**` in a dict", "entries that are written out"
         case ast.Compare(ops=[*kinds], comparators=[*values]):
             for one, operand in zip(kinds, values, strict=True):
                 if isinstance(one, ast.Is | ast.IsNot) and ast.unparse(operand) != "None":
-                    return "`is` of anything but None", "a comparison by =="
+                    return "`is` with another value than None", "a comparison with =="
         case ast.AugAssign(target) if not isinstance(target, ast.Name):
-            return "an augmented assignment to a part", "a variable on the left"
+            return "an operator such as += on something that is not a variable", "a variable on the left side"
         case ast.For(orelse=[_, *_]):
-            return "`else` of a loop", "a loop without it"
+            return "`else` of a loop", "a loop without `else`"
         case ast.comprehension(is_async=1):
-            return "an async comprehension", "a plain one"
+            return "an async comprehension", "a comprehension without `async`"
     return None
 
 

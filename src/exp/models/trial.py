@@ -49,7 +49,7 @@ OPERATORS: dict[str, Callable[..., object]] = {
     "FloorDiv": operator.floordiv, "Mod": operator.mod, "Pow": operator.pow, "BitAnd": operator.and_,
     "BitOr": operator.or_, "BitXor": operator.xor, "LShift": operator.lshift, "RShift": operator.rshift,
 }  # fmt: skip
-COMPUTABLE = "what a forward program can compute before the run"
+KNOWN = "a value that is known before the run, such as a constant"
 
 _SEQUENCES = (nn.ModuleList, nn.ParameterList, nn.Sequential)
 _MAPPINGS = (nn.ModuleDict, nn.ParameterDict)
@@ -133,7 +133,7 @@ class Trial:
     def count(self, steps: int = 1) -> None:
         self.steps += steps
         if self.steps > MAX_STEPS:
-            self._keep(f"the program takes over {MAX_STEPS:,} steps", "fewer rounds of its loops, or a part as a layer")
+            self._keep(f"the program takes over {MAX_STEPS:,} steps", "loops with fewer iterations")
             raise Stopped
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -144,7 +144,7 @@ class Trial:
         self.count()
         return self.trace
 
-    def refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
+    def refuse(self, message: str, expected: str = KNOWN) -> Unknown:
         self._keep(message, expected)
         self.count(STEPS_OF_A_REFUSAL)
         return self.unknown
@@ -163,18 +163,18 @@ class Trial:
         """Return a value after checking that operations on tensors and layers accept it."""
         self.count()
         if depth > MAX_ARGUMENT_DEPTH:
-            return self.refuse("a value that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
+            return self.refuse("a list or dict that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
         if isinstance(value, Layer):
             return self.refuse(f"`{value._path}` is a layer ({type(value._module).__name__}), not a tensor", "a call")
         if callable(value):
-            return self.refuse("a function or a method is used as a value", "a call of it")
+            return self.refuse("a function or a method is used as a value", "a call of the function or method")
         for part in _parts(value):
             self.operand(part, depth + 1)
         return value
 
     def key(self, value: object) -> object:
         """Return a dict key after checking that it is a constant."""
-        return value if isinstance(value, Scalar) else self.refuse("a key that is not a constant", "a string")
+        return value if isinstance(value, Scalar) else self.refuse("a dict key that is not a constant", "a string")
 
     def attribute(self, value: object, name: str) -> object:
         """Return an attribute of a layer or a tensor, or a method of a list or a dict."""
@@ -193,7 +193,7 @@ class Trial:
         """Return the output of the program after checking that it contains a tensor."""
         self.operand(value)
         if not _holds_unknown(value):
-            self.refuse("a return without a tensor", "a tensor, or several in a tuple or dict")
+            self.refuse("the returned value contains no tensor", "a tensor, or a tuple or dict of tensors")
         return value
 
     # -- operations and functions --
@@ -213,11 +213,11 @@ class Trial:
         given = _arguments_by_name(listed, arguments, named)
         written = _written_argument(name, given)
         if written is not None:
-            message = f"`{written}` of `{name}` writes into a tensor that other names may hold"
-            return self.refuse(message, "the function's result, or a layer for it")
+            message = f"`{written}` of `{name}` writes into a tensor, to which other variables may refer"
+            return self.refuse(message, f"a call without `{written}`, or a layer in `layers`")
         if home == "torch.nn.functional" and name in vocabulary.NEEDS_TRAINING and "training" not in given:
             message = f"`{name}` without `training` would drop values in evaluation, too"
-            return self.refuse(message, f"`{name}(x, p, training=training)`, or a layer for it")
+            return self.refuse(message, f"`{name}(x, p, training=training)`, or a layer in `layers`")
         return self.compute(*arguments, **named)
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
@@ -235,14 +235,14 @@ class Trial:
                 return self.refuse(f"`{name}` of a value that is known only while the network runs")
             kinds = Scalar if name in _CONVERSIONS else int | float
             if kwargs or not all(isinstance(one, kinds) for one in args):
-                raise Refusal(f"`{name}` of these arguments")
+                raise Refusal(f"`{name}` with these arguments")
         if name == "range":
             _bound_length(len(range(*args)))
             self.count(len(range(*args)) // 10)
         if name == "round" and any(isinstance(one, int) and abs(one) > MAX_DIGITS for one in args[1:]):
             raise Refusal(f"`round` to {args[1]} digits")
         if name == "dict" and args:
-            raise Refusal("`dict` of these arguments")
+            raise Refusal("`dict` with positional arguments")
         if name == "reversed":
             return list(args[0])[::-1]
         found = getattr(builtins, name)(*args, **kwargs)
@@ -324,10 +324,10 @@ def _size(value: object) -> int:
 def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -> ProgramError:
     """Return the exception of a trial as an error at a position in the program."""
     line, column, end = place
-    message, expected = str(error), COMPUTABLE
+    message, expected = str(error), "an operation that a forward program can compute before the run"
     if isinstance(error, NameError):
         name = program.source.lines[line - 1].encode("utf-8", "replace")[column:end].decode("utf-8", "ignore")
-        message, expected = f"`{name}` has no value yet", "an assignment on a line that runs before"
+        message, expected = f"`{name}` has no value yet", "an assignment to this variable on an earlier line"
     elif isinstance(error, KeyError):
         message = f"no key {message}"
     return program.source.error(line, column, message, expected)
@@ -374,12 +374,12 @@ class Unknown:
             return self
         if name.startswith("_"):  # of Python
             raise AttributeError(name)
-        expected = nearest_or(name, METHODS | ATTRIBUTES, otherwise="a listed method or attribute (docs/models.md)")
+        expected = nearest_or(name, METHODS | ATTRIBUTES, otherwise="a method or attribute of docs/models.md")
         return self._trial.refuse(f"`.{name}` is not on the list of methods and attributes of tensors", expected)
 
     def __bool__(self) -> bool:
         message = "a condition that is known only while the network runs"
-        self._trial.refuse(message, "a constant, or where(condition, a, b) on tensors; ~ instead of not")
+        self._trial.refuse(message, "a constant; for tensors, where(condition, a, b), and ~ instead of not")
         return True
 
     def __iter__(self) -> Iterator[object]:
@@ -390,7 +390,7 @@ class Unknown:
         if code[place] == _UNPACK:  # `a, b = x`: the number of elements is known only in a run
             return iter([self] * code[place + 1])
         message = "a loop over a tensor, whose length is known only while the network runs"
-        self._trial.refuse(message, "names, `a, b = x.chunk(2, 1)`, or an operation on the whole")
+        self._trial.refuse(message, "unpacking, such as `a, b = x.chunk(2, 1)`, or an operation on the whole tensor")
         return iter(())
 
     def __getitem__(self, index: object) -> Unknown:
@@ -400,11 +400,11 @@ class Unknown:
         self._trial.refuse("an assignment into this tensor", INSTEAD_OF_WRITING)
 
     def __len__(self) -> int:
-        self._trial.refuse("`len` of a tensor; `x.shape[0]` is its length")
+        self._trial.refuse("`len` of a tensor", "`x.shape[0]`, the length of the first axis")
         return 0
 
     def __index__(self) -> int:
-        self._trial.refuse("an index that is known only while the network runs", "an integer")
+        self._trial.refuse("an index that is known only while the network runs", "a constant integer")
         return 0
 
     def _same(self, *_: object) -> Unknown:
@@ -434,7 +434,7 @@ class Layer:
 
     def __call__(self, *inputs: object, **named: object) -> object:
         if isinstance(self._module, _NOT_CALLABLE):
-            return self._refuse("is called", "a layer or a listed function before the parenthesis")
+            return self._refuse("is called", "a call of one of its layers: lists and dicts of layers cannot be called")
         return self._trial.compute(*inputs, **named)
 
     def __getattr__(self, name: str) -> object:
@@ -447,10 +447,10 @@ class Layer:
         held = getattr(self._module, name, self)
         if isinstance(held, nn.Module | Tensor) or (held is None and name in PARAMETER_ATTRIBUTES):
             return stand_in(f"{self._path}.{name}", held, self._trial)
-        return self._refuse(f"has no layer or parameter `{name}`")
+        return self._refuse(f"has no layer or parameter `{name}`", "the name of a layer or parameter inside")
 
     def __bool__(self) -> bool:
-        self._refuse("is a condition", "a constant")
+        self._refuse("is a condition", "a condition on constants")
         return True
 
     def __len__(self) -> int:
@@ -466,16 +466,17 @@ class Layer:
             if isinstance(index, str) and index in self._entries:
                 return self._entries[index]
             expected = nearest_or(str(index), self._entries, otherwise=f"one of {', '.join(self._entries)}")
-            return self._refuse(f"has no {index!r}; it has {expected}")
+            return self._refuse(f"has no entry {index!r}", expected)
         if not isinstance(self._module, _SEQUENCES):
             return self._refuse("is indexed", "a list or a dict of layers")
         if not isinstance(index, int | slice):
-            return self._refuse("is indexed by something that is not an integer")
+            return self._refuse("is indexed by something that is not an integer", "a constant integer")
         if isinstance(index, int) and not -len(self._elements) <= index < len(self._elements):
-            return self._refuse(f"has {len(self._elements)} elements, and no number {index}")
+            count = len(self._elements)
+            return self._refuse(f"has {count} elements, and no element {index}", f"an index from 0 to {count - 1}")
         return self._elements[index]
 
-    def _refuse(self, message: str, expected: str = COMPUTABLE) -> Unknown:
+    def _refuse(self, message: str, expected: str) -> Unknown:
         return self._trial.refuse(f"`{self._path}` ({type(self._module).__name__}) {message}", expected)
 
     @cached_property  # a program may read it in each of a thousand lines

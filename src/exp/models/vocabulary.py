@@ -200,7 +200,7 @@ def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
     if name in instead:
         return "is not supported in a program", instead[name]
     if name != pure and not name.startswith("_") and pure in known:
-        return "writes into its tensor, which other names may hold", f"`{pure}`, which returns a new tensor"
+        return "writes into its tensor, to which other variables may refer", f"`{pure}`, which returns a new tensor"
     if name in ATTRIBUTES and name not in known:
         return "is an attribute of a tensor", f"`x.{name}`"
     if name in FUNCTIONS and name not in known:

@@ -81,25 +81,28 @@ class Matching:
         if not self.taken:
             yield ErrorDetails(
                 key="weights.from",
-                got=f"{source}, of which no tensor has the name and shape of one of the network: {self._words()}",
+                got=f"{source}, which has no tensor with a name and shape of the network: {self._words()}",
                 expected="weights of this network, or of a part of it",
-                fix=self._proposal() or 'Rename them: weights.keys: {"PATTERN THERE": "PATTERN HERE"}',
+                fix=self._proposal()
+                or 'Rename its tensors: weights.keys: {"PATTERN IN THE FILE": "PATTERN IN THE NETWORK"}',
             )
         elif is_strict and not self.is_whole:
-            fix = "weights.strict=false keeps their initial values; weights.keys renames them"
+            fix = "Write weights.strict=false to load only the matching tensors, or rename tensors with weights.keys"
             yield ErrorDetails(
                 key="weights.strict",
-                got=f"true, and {source} is not this network's: {self._words()}",
-                expected="the same names and shapes in both",
+                got=f"true, and {source} does not match the network: {self._words()}",
+                expected="the same names and shapes in the file and in the network",
                 fix=self._proposal() or fix,
             )
 
     def _words(self) -> str:
-        differing = [f"{own} is {there} there and {here} here" for own, (_, there, here) in self.shapes.items()]
+        differing = [
+            f"{own} is {there} in the file and {here} in the network" for own, (_, there, here) in self.shapes.items()
+        ]
         texts = [
             "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else ""),
-            f"not there: {among(self.missing, count=4)}" if self.missing else "",
-            f"not here: {among(self.unused, count=4)}" if self.unused else "",
+            f"missing in the file: {among(self.missing, count=4)}" if self.missing else "",
+            f"missing in the network: {among(self.unused, count=4)}" if self.unused else "",
         ]
         return "; ".join(filter(None, texts))
 
@@ -111,7 +114,7 @@ class Matching:
         if not there:
             return None
         (old, new), count = there.most_common(1)[0]
-        return f'With weights.keys: {{"{old}": "{new}"}} {count} more have the same names'
+        return f'Write weights.keys: {{"{old}": "{new}"}}, with which {count} more names match'
 
 
 def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
@@ -130,7 +133,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
             left_out.append(theirs)
         elif found in renamed:
             got = f"{theirs} and {renamed[found]}, which both become {found}"
-            raise config_error(f"weights.keys.{pattern}", got=got, expected="a name for each")
+            raise config_error(f"weights.keys.{pattern}", got=got, expected="a different new name for each tensor")
         else:
             renamed[found] = theirs
     own = tensors_of(network)
@@ -202,7 +205,10 @@ def _rename(name: str, keys: Keys) -> tuple[str, str | None]:
         if new is None:
             return pattern, None
         if new.count("*") > len(found.groups()):
-            got, expected = f"{new}, with {new.count('*')} stars", f"at most {len(found.groups())}, as {pattern} has"
+            got, expected = (
+                f"{new}, with {new.count('*')} stars",
+                f"at most {len(found.groups())} stars, as in {pattern}",
+            )
             raise config_error(f"weights.keys.{pattern}", got=got, expected=expected)
         texts = new.split("*")
         return pattern, "".join(

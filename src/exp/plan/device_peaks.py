@@ -104,7 +104,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     # Check the length first, because int() raises an exception for thousands of digits.
     digits = None if found[1] is None else found[1].lstrip("0")
     if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
-        expected = f"1 to {MOST_DEVICES:,} of them: 64x{found[2]}"
+        expected = f"a number of devices from 1 to {MOST_DEVICES:,}, such as 64x{found[2]}"
         raise config_error("device", got=shorten(text), expected=expected)
     return listed_device(names[word]), None if digits is None else int(digits)
 

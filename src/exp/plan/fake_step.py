@@ -168,7 +168,7 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
     reason.
     """
     word = WORDS[setting.word]
-    notes = ["fp8: activations are counted as bf16 has them"] if word.float8 else []
+    notes = ["the activations of fp8 are counted as those of bf16"] if word.float8 else []
     precision_settings = replace(plan.settings.precision, word="bf16" if word.float8 else setting.word)
     settings = replace(plan.settings, precision=precision_settings)
     network = build_network(settings, plan.spec, device="meta")
@@ -234,7 +234,7 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
             read = plan.data.first_samples("train", seconds=1.0)
     except (RunError, ConfigError) as error:
         read = None
-        notes.append(f"the batch has the declared form, because the data cannot be read here: {one_line(error)}")
+        notes.append(f"the batch is made from the declared shapes, because the data cannot be read: {one_line(error)}")
     if read is None:
         return _declared_batch(plan, samples=samples)
     count = next(len(tensor) for tensor in tensors_in(read) if tensor.dim())
@@ -274,7 +274,7 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
-ASKED = "the step reads numbers of tensors, which were taken as 1 and true: other values may lead to another branch"
+ASKED = "the step reads values of tensors, which are taken as 1 or true: other values may select another branch"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
 # Exceptions that torch and user code raise for tensors without numbers.

@@ -152,7 +152,7 @@ def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprin
     if isinstance(strategy, Strategy):
         return strategy.footprint(load)
     name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
-    note = f"the memory of each rank under {name} is not known: counted as ddp, a whole copy per rank"
+    note = f"the memory of each rank under {name} is unknown, and counted as a whole copy per rank, as in ddp"
     found = DDP(name="ddp").footprint(load)
     return replace(found, notes=(*found.notes, note))
 

@@ -110,10 +110,10 @@ class FSDP(Strategy):
             errors += scalar_errors(planned.network)
         unfused = [kind.__name__ for kind in planned.optimizers if kind.__name__ not in FUSED_IN_SHARDS]
         if planned.settings.optimizer.get("fused") is True and unfused:
-            expected = f"null, or one of {', '.join(FUSED_IN_SHARDS)}: torch has no fused {unfused[0]} for shards"
+            expected = f"null, or {' or '.join(FUSED_IN_SHARDS)}: torch has no fused {unfused[0]} for sharded weights"
             errors.append(not_supported_with("optimizer.fused", True, f"strategy={self.name}", expected))
         if self.cpu_offload and planned.placement.accelerator == "cpu":
-            expected = "false: the shards are in the CPU's memory already"
+            expected = "false: the shards of a CPU run are already in its memory"
             errors.append(not_supported_with("strategy.cpu_offload", True, "launch.accelerator=cpu", expected))
         return errors
 
@@ -228,10 +228,10 @@ def _tied_errors(network: nn.Module, units: Mapping[str, nn.Module]) -> list[Err
 
     One unit would gather the weight while the other unit uses it.
     """
-    expected = "all uses of a weight in one unit"
-    fix = "Leave the modules that hold it out of strategy.shard"
+    expected = "one unit for all layers that share a weight"
+    fix = "Remove the modules with this weight from strategy.shard"
     return [
-        not_supported_with(SHARD, "units", f"a weight in common, {' and '.join(names)}", expected, fix)
+        not_supported_with(SHARD, "two units", f"a shared weight, {' and '.join(names)}", expected, fix)
         for names in shared_names(network)
         if len({unit_of(name, units) for name in names}) > 1
     ]

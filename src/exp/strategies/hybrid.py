@@ -98,7 +98,7 @@ def _unused_errors(options: Mapping[str, object], axis: str) -> list[ErrorDetail
     """Return an error for each option that is set although its dimension is 1, because it would have no effect."""
     defaults = {key: inspect.signature(Hybrid.__init__).parameters[key].default for key in options}
     return [
-        not_supported_with(key, repr(value), f"{axis}=1", str(defaults[key]), f"Leave {key} out")
+        not_supported_with(key, repr(value), f"{axis}=1", str(defaults[key]), f"Remove strategy.{key}")
         for key, value in options.items()
         if value != defaults[key]
     ]
@@ -108,9 +108,11 @@ def _dimension_errors(tensor: int, pipeline: int, data: str) -> list[ErrorDetail
     errors = []
     if tensor > 1 and pipeline > 1:
         fix = "Write strategy.tensor=1, or strategy.pipeline=1"
-        errors.append(not_supported_with("pipeline", pipeline, f"tensor={tensor}", "one of the two above 1", fix))
+        errors.append(
+            not_supported_with("pipeline", pipeline, f"tensor={tensor}", "one of the two values to be 1", fix)
+        )
     elif tensor == pipeline == 1:
-        expected = "2 or more ranks that hold one model together: strategy.tensor=2 or strategy.pipeline=2"
+        expected = "2 or more ranks that split one model: strategy.tensor=2 or strategy.pipeline=2"
         errors.append(invalid_value("tensor", tensor, expected, "Or write strategy=ddp", because="and pipeline is 1"))
     if data == "shard" and pipeline > 1:
         errors.append(not_supported_with("data", "shard", "pipeline", "average, or tensor instead of pipeline"))

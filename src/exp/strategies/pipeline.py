@@ -61,8 +61,8 @@ Layers = Annotated[
 
 MICROBATCHES = "strategy.microbatches"
 ESTIMATE = (
-    "activations of a pipeline are an estimate: with 1f1b of the micro-batches that are computed at once, with other "
-    "schedules of all micro-batches"
+    "activations of a pipeline are an estimate: with 1f1b those of the micro-batches in progress, with other schedules "
+    "those of all micro-batches"
 )
 
 
@@ -131,7 +131,7 @@ class Pipeline(Strategy):
         """Return errors for batches and layers that a pipeline does not support."""
         ranks = planned.placement.model_ranks
         if planned.placement.world_size == 1:
-            return [invalid_value("launch.devices", 1, "2 or more ranks, each with a part", "Write strategy=single")]
+            return [invalid_value("launch.devices", 1, "2 or more ranks", "Or write strategy=single")]
         errors = self._batch_errors(planned, ranks)
         return errors + split_errors(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
@@ -175,13 +175,13 @@ class Pipeline(Strategy):
         count, word = self.microbatches_of(share, ranks), self.schedule_word
         errors = []
         if share < count:
-            expected = f"{count * pipelines} or more: {count} micro-batches in each of {pipelines} pipelines"
+            expected = f"{count * pipelines} or more, for {count} micro-batches on each of {pipelines} pipelines"
             errors.append(invalid_value("data.batch_size", planned.batch_size, expected))
         if self.schedule.needs_filling and count < stages:
-            expected = f"{stages} or more, one per stage, for {word}"
+            expected = f"{stages} or more, one per stage, for the schedule {word}"
             errors.append(invalid_value(MICROBATCHES, count, expected, "Write strategy.schedule=gpipe"))
         if self.schedule.in_rounds and count % max(1, count // ranks):
-            expected = f"a multiple of the {ranks} ranks of a pipeline, for {word}"
+            expected = f"a multiple of {ranks}, the number of ranks of a pipeline, for the schedule {word}"
             errors.append(invalid_value(MICROBATCHES, count, expected))
         normed = [name for name, _ in batch_norms(planned.network)]
         if normed and (count > 1 or pipelines > 1):
@@ -189,10 +189,10 @@ class Pipeline(Strategy):
             fix = "Or use a model with layer or group normalization"
             # Statistics over a part of the batch differ from those of the batch.
             if count > 1:
-                expected = "1: they would normalize over each micro-batch (strategy.schedule=gpipe takes one)"
+                expected = "1, so that they normalize over the whole batch (strategy.schedule=gpipe supports 1)"
                 errors.append(invalid_value(MICROBATCHES, count, expected, fix, because=because))
             else:
-                expected = f"{ranks}: {pipelines} pipelines would each normalize over their share of the batch"
+                expected = f"{ranks}, for a single pipeline, so that they normalize over the whole batch"
                 got = planned.placement.world_size
                 errors.append(invalid_value("launch.devices", got, expected, fix, because=because))
         return errors
@@ -207,7 +207,7 @@ def _option_errors(schedule: str, stages: int | None, layers: Layers | None) -> 
         errors.append(invalid_value("stages", stages, f"{len(layers)}, one per part of strategy.layers, or null"))
     key, count = ("stages", stages) if layers is None else ("layers", len(layers))
     if count is not None and not errors and count % each:
-        errors.append(invalid_value(key, count, f"a multiple of {each}, the stages of each rank"))
+        errors.append(invalid_value(key, count, f"a multiple of {each}, the number of stages of each rank"))
     return errors
 
 

@@ -240,7 +240,7 @@ def adopt_placement(
     """
     if demand.rest == "layers":
         if rank.world_size > 1:
-            fix = "Start it without torchrun and srun, or write strategy=ddp"
+            fix = "Start exp without torchrun and srun, or write strategy=ddp"
             got = f"{strategy}, one process with all devices, as one of {rank.world_size} ranks"
             raise config_error("strategy.name", got=got, expected="one rank", fix=fix)
     else:
@@ -299,7 +299,7 @@ def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dim
         raise config_error("launch.devices", got=str(count), expected=expected)
     ranks, together = count // fixed.layers * nodes, fixed.world_size
     if ranks % together:
-        expected = f"a multiple of {together}: {together} ranks of {strategy} share one batch"
+        expected = f"a multiple of {together}: each model of {strategy} needs {together} ranks"
         raise config_error("launch.devices", got=f"{ranks} ranks", expected=expected)
     rest: Dimension = "replicate" if demand.rest in (None, "layers") else demand.rest
     return replace(fixed, **{rest: getattr(fixed, rest) * ranks // together})
@@ -317,9 +317,9 @@ def _placement_errors(
         yield invalid_value(ACCELERATOR, kind, "a machine with a CUDA device that torch can use", f"{on_cpu} or auto")
     elif kind == "cuda" and max(placed.device_indices) >= gpus:
         expected = f"GPUs of this machine, which has {gpus}" + (f": 0 to {gpus - 1}" if listed else "")
-        yield not_supported_with(DEVICES, text, kind, expected, f"{on_cpu} to try it with that many gloo ranks")
+        yield not_supported_with(DEVICES, text, kind, expected, f"{on_cpu} to try the strategy without GPUs")
     elif listed and kind != "cuda":
-        expected, fix = "a number: a list names GPUs", f"Write launch.devices={count}"
+        expected, fix = "a number, because a list selects GPUs", f"Write launch.devices={count}"
         yield not_supported_with(DEVICES, text, kind, expected, fix)
     if placed.backend == "nccl" and (kind != "cuda" or not machine.nccl):
         why = "NCCL communicates only between GPUs" if kind != "cuda" else "this torch was built without NCCL"

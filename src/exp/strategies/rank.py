@@ -67,8 +67,8 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
         return ALONE
     if rank.world_size % rank.local_world_size or not 0 <= rank.global_rank < rank.world_size:
         raise RunError(
-            f"the launcher's variables do not fit together: rank {rank.global_rank} of {rank.world_size}, "
-            f"{rank.local_world_size} on this node. Start the same number of ranks on every node"
+            f"the launcher's variables contradict each other: rank {rank.global_rank} of {rank.world_size} ranks, "
+            f"of which {rank.local_world_size} are on this node. Start the same number of ranks on every node"
         )
     return rank
 

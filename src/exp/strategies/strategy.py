@@ -318,14 +318,14 @@ class RankEnvironment(ClusterEnvironment):
 
     def set_world_size(self, size: int) -> None:
         if size != self._rank.world_size:
-            raise RunError(f"Lightning counts {size} ranks, the launcher started {self._rank.world_size}")
+            raise RunError(f"Lightning counts {size} ranks, but the launcher started {self._rank.world_size}")
 
     def global_rank(self) -> int:
         return self._rank.global_rank
 
     def set_global_rank(self, rank: int) -> None:
         if rank != self._rank.global_rank:
-            raise RunError(f"Lightning counts itself as rank {rank}, the launcher as {self._rank.global_rank}")
+            raise RunError(f"Lightning counts rank {rank}, but the launcher started rank {self._rank.global_rank}")
 
     def local_rank(self) -> int:
         return self._rank.local_rank

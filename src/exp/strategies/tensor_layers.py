@@ -190,11 +190,11 @@ def _compare(
     try:
         found, own = _compute(parts, data)
     except Exception as error:
-        return f"its cut forward or backward raises {one_line(error)}"
+        return f"the forward or backward of the split network raises {one_line(error)}"
     if len(found) != len(outputs) or not all(map(_is_close, found, outputs)):
-        return "its output changes"
+        return "the output differs"
     other = next((name for name, gradient in gradients.items() if not _is_close(own[name], gradient)), None)
-    return None if other is None else f"the gradient of {other} changes"
+    return None if other is None else f"the gradient of {other} differs"
 
 
 def _compute(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -83,7 +83,7 @@ class TensorParallel(Strategy):
         network = planned.network
         errors: list[ErrorDetails] = []
         if WORDS[planned.precision].float8:
-            expected = "another word: layers in float8 cannot be cut"
+            expected = "another precision: layers in float8 cannot be split"
             errors.append(not_supported_with("precision.word", "fp8", f"strategy={self.name}", expected))
         try:
             plan = self.plan_of(network)
@@ -115,7 +115,9 @@ class TensorParallel(Strategy):
             )
         else:
             transfers += load.gradient_transfers(factor=own / max(load.parameter_bytes, 1))
-        note = "activations of cut layers are an estimate: those between a column and its row count by their part"
+        note = (
+            "activations of split layers are an estimate: from a column layer to its row layer, a rank keeps its part"
+        )
         # Embeddings are not divided, because each rank looks up all tokens in its part.
         work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
         return Footprint(places=merge_equal_places(places), transfers=transfers, layer_work=work, notes=(note,))

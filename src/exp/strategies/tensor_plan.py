@@ -98,14 +98,15 @@ def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[Error
         return []
     common = math.gcd(*sizes.values())
     good = [str(count) for count in range(1, common + 1) if common % count == 0]
-    other, expected = f"layers that they do not divide: {among(uneven, count=4)}", f"a divisor of all: {among(good)}"
+    other = f"sizes that cannot be divided evenly: {among(uneven, count=4)}"
+    expected = f"a number of ranks that divides all sizes: {among(good)}"
     return [not_supported_with("launch.devices", f"{ranks} ranks", other, expected)]
 
 
 def tied_errors(network: nn.Module, plan: Plan) -> list[ErrorDetails]:
     """Return an error for each weight that is split in one layer and also used in another layer."""
     return [
-        not_supported_with(PLAN, "a cut", f"one weight in two layers, {' and '.join(names)}", "a weight of one layer")
+        not_supported_with(PLAN, "a split layer", f"a shared weight, {' and '.join(names)}", "unshared weights")
         for names in shared_names(network)
         if any(path.rpartition(".")[0] in plan.layers for path in names)
     ]
@@ -113,14 +114,14 @@ def tied_errors(network: nn.Module, plan: Plan) -> list[ErrorDetails]:
 
 def _automatic(network: nn.Module, plan: str) -> dict[str, str]:
     if plan != AUTO:
-        raise ConfigError([invalid_value(PLAN, plan, "auto, or a mapping of name patterns to words")])
+        raise ConfigError([invalid_value(PLAN, plan, "auto, or a mapping of layer names to words such as column")])
     linears = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
     words = dict.fromkeys(COLUMNS, "column") | dict.fromkeys(ROWS, "row")
     layers = {name: words[_last(name)] for name in linears if _last(name) in words} or _pairs(network)
     if set(layers.values()) != {"column", "row"}:
         expected = (
-            f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two in turn in a chain of layers; "
-            f"the network has {among(linears)}"
+            f"Linear layers called {', '.join(COLUMNS)} and {' or '.join(ROWS)}, or two Linear layers in sequence; "
+            f"the network has the Linear layers {among(linears)}"
         )
         fix = "Write strategy.plan={NAME_OF_FIRST: column, NAME_OF_SECOND: row} with two consecutive layers"
         raise ConfigError([invalid_value(PLAN, plan, expected, fix)])
@@ -151,7 +152,7 @@ def _pairs(network: nn.Module) -> dict[str, str]:
 def _from_patterns(network: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     errors = []
     if not plan:
-        errors.append(invalid_value(PLAN, {}, "auto, or a mapping of name patterns to words"))
+        errors.append(invalid_value(PLAN, {}, f"auto, or a mapping of layer name patterns to {', '.join(TAKES)}"))
     modules = {name: module for name, module in network.named_modules() if name}
     layers: dict[str, str] = {}
     for pattern, word in plan.items():
@@ -174,13 +175,13 @@ def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[
     # A subclass may define another forward.
     if type(layer) is not TAKES[word]:
         yield invalid_value(
-            key, word, f"a torch.nn.{TAKES[word].__name__}", because=f"for {name}, a {type(layer).__name__}"
+            key, word, f"a torch.nn.{TAKES[word].__name__}", because=f"and {name} is a {type(layer).__name__}"
         )
     elif isinstance(layer, nn.Embedding) and (
         layer.padding_idx is not None or layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
     ):
         other = f"{name}, which has padding_idx, max_norm, sparse or scale_grad_by_freq"
-        yield not_supported_with(key, word, other, "an Embedding without them")
+        yield not_supported_with(key, word, other, "an Embedding without these options")
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
@@ -206,7 +207,7 @@ def _constants(network: nn.Module, patterns: Sequence[str]) -> dict[str, list[st
     for pattern in patterns:
         matches = [known[name] for name in known if fnmatchcase(name, pattern)]
         if not matches:
-            expected = f"a pattern of the containers' integer constants: {among(known, word=pattern)}"
+            expected = f"a pattern of the names of integer constants: {among(known, word=pattern)}"
             errors.append(invalid_value("strategy.divide", pattern, expected, did_you_mean(pattern, known)))
         for path, constant in matches:
             if constant not in found.setdefault(path, []):

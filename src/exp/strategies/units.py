@@ -52,7 +52,7 @@ def unit_of(path: str, units: Iterable[str]) -> str:
 
 def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
     """Return an error for each 0-d parameter, because torch's fully_shard cannot split it."""
-    expected, fix = "parameters with an axis or more", "Give it the shape [1], or write strategy=ddp"
+    expected, fix = "parameters with at least one axis", "Give this parameter the shape [1], or write strategy=ddp"
     return [
         not_supported_with("model", f"the parameter {name} of shape []", "sharded parameters", expected, fix)
         for name, parameter in network.named_parameters()

@@ -68,7 +68,7 @@ class LayerSplit(Strategy):
             expected, fix = f"{len(layers)}, one per part of strategy.layers", f"Write launch.devices={len(layers)}"
             return [invalid_value("launch.devices", count, expected, fix)]
         if count == 1:
-            return [invalid_value("launch.devices", count, "2 or more to split over", "Write strategy=single")]
+            return [invalid_value("launch.devices", count, "2 or more devices", "Or write strategy=single")]
         return split_errors(planned, count=count, layers=layers)
 
     def footprint(self, load: Load) -> Footprint:

@@ -134,6 +134,9 @@ def test_a_loss_scale_prevents_underflow(scale: float | Tensor) -> None:
     with torch.no_grad():  # slopes of about 1e-8, which float16 rounds to 0 without a scale
         model[0].weight.mul_(4e-4)
         model[2].weight.mul_(4e-4)
+    exact = Passes(network=model, run=run, data=(x, x))
+    values = exact.run()
+    whole = exact.gradients(values["output"], values["input"])
     found = {}
     for name, given in {"scaled": scale, "unscaled": None}.items():
         with torch.autocast("cpu", dtype=torch.float16):
@@ -142,30 +145,23 @@ def test_a_loss_scale_prevents_underflow(scale: float | Tensor) -> None:
             assert values["output"].dtype == torch.float16
             found[name] = passes.gradients(values["output"], values["input"])
             assert found[name].dtype == torch.float32
-            full = passes.run(precision="full")
-            assert full["output"].dtype == torch.float32
-            whole = passes.gradients(full["output"], full["input"])
     assert (found["unscaled"] - whole).norm() > 0.3 * whole.norm()
     assert (found["scaled"] - whole).norm() < 0.01 * whole.norm()
 
 
-def test_modules_run_in_the_requested_precision() -> None:
+def test_modules_run_in_the_precision_of_the_step() -> None:
     model = SequentialModel(layers={"first": nn.Linear(4, 8), "second": nn.Linear(8, 3)})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         passes = Passes(network=model, run=run, data=(sample(2, 4), sample(2, 3)))
         with torch.autocast("cpu", enabled=False):  # the objective calls terms like this
             assert passes.call("first", sample(2, 4)).dtype == torch.bfloat16
-            assert passes.call("first", sample(2, 4), precision="full").dtype == torch.float32
             assert passes.run()["output"].dtype == torch.bfloat16
             assert passes.call("", sample(2, 4)).shape == (2, 3)
     with pytest.raises(RunError, match="the network has no part 'third'; there are first, second"):
         passes.call("third", sample(2, 4))
 
 
-def test_half_precision_parameters_have_no_full_precision() -> None:
+def test_gradients_of_half_precision_are_float32() -> None:
     x = sample(2, 4).bfloat16()
     passes = Passes(network=mlp().bfloat16(), run=run, data=(x, x))
     assert passes.gradients(passes.run()["output"], passes.data[0]).dtype == torch.float32
-    for ask in (lambda: passes.run(precision="full"), lambda: passes.call("0", x, precision="full")):
-        with pytest.raises(RunError, match=r"precision: full, and (0\.)?weight is bfloat16; it must be float32"):
-            ask()

@@ -292,7 +292,7 @@ def _optimizers(check: Check) -> Iterator[ErrorDetails]:
 def _terms(check: Check) -> Iterator[ErrorDetails]:
     plan, precision, network = check.decided, check.settings.precision, check.network
     yield from keep_errors(network, precision.keep, otherwise=WORDS[precision.word].parameters)
-    yield from term_errors(plan.objective, network, plan.spec, word=precision.word)
+    yield from term_errors(plan.objective, network, plan.spec)
 
 
 def _calls(check: Check) -> Iterator[ErrorDetails]:

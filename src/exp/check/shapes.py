@@ -22,7 +22,6 @@ from exp.objectives.penalties import R1, JacobianNorm
 from exp.objectives.term import AbstractTerm
 from exp.objectives.terms import NLL, CrossEntropy
 from exp.optim.phase import Phase
-from exp.precision.words import WORDS
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 
@@ -222,14 +221,13 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
     return next(((call.module, name) for call, name in reversed(exact or sized)), None)
 
 
-def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, word: str) -> Iterator[ErrorDetails]:
+def term_errors(objective: Objective, network: nn.Module, spec: DataSpec) -> Iterator[ErrorDetails]:
     """Yield the errors of terms: unknown modules of the network, gradients of integers, and losses with parameters.
 
     Args:
         objective: Objective of the run.
         network: Network on the meta device.
         spec: Shapes and dtypes of the data.
-        word: precision.word of the config.
     """
     known = [name for name, _ in network.named_modules() if name]
     for name, term in objective.terms.items():
@@ -253,10 +251,6 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec, *, wor
             fix = "Let the network return its embedding by a name, and write that name"
             because = f"which is {own.dtype}: whole numbers have no gradient"
             yield unsuitable(f"{key}.input", term.input, because, "a value of floating numbers", fix)
-        if getattr(term, "precision", "step") == "full" and WORDS[word].half_parameters:
-            got = f"full with precision={word}, whose parameters are of half precision themselves"
-            fix = f"Write precision={word.removesuffix('_true')}"
-            yield ErrorDetails(f"{key}.precision", got, "step, or a precision with float32 parameters", fix)
 
 
 def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDetails | None:

@@ -142,6 +142,10 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.hooks.memory.Memory": {"record_history": Removed()},
     "exp.models.layers.Noise": {"distribution": Removed(["normal"])},
     "exp.objectives.consistency.Consistency": {"probabilities": Removed([True])},
+    **{
+        f"exp.objectives.penalties.{name}": {"precision": Removed(["step"])}
+        for name in ("JacobianNorm", "R1", "WGANGP")
+    },
     "exp.objectives.metrics.R2": {"multioutput": Removed(["uniform_average"])},
     DDP: {
         **dict.fromkeys(("inner", "gradient_as_bucket_view", "static_graph"), Removed()),

@@ -13,17 +13,16 @@ A term with a penalty on input gradients:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from exp.errors import RunError
-from exp.nested import map_tensors, rebuild
-from exp.objectives.loss_inputs import HALF, Values, full
+from exp.nested import rebuild
+from exp.objectives.loss_inputs import Values, full
 from exp.shared_types import dtype_name
 
-Precision = Literal["step", "full"]
 # The largest factor by which a sum over samples is multiplied, within the range of float16.
 LARGEST_FACTOR = 2.0**15
 
@@ -63,27 +62,21 @@ class Passes:
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 
-    def run(self, data: object = None, *, precision: Precision = "step") -> Values:
+    def run(self, data: object = None) -> Values:
         """Return the values by name of an additional forward pass, with a graph.
 
         Args:
             data: The data; None for the data of the step.
-            precision: `step` runs in the precision of the step. `full` runs in float32, or float64 if the parameters
-                are float64.
         """
-        runner, data = self._runner, self.data if data is None else data
-        if precision == "full":
-            runner, data = _require_full(self.network), map_tensors(data, full)
-        with self._context(precision):
-            return self._run(runner, data)
+        with self._context():
+            return self._run(self._runner, self.data if data is None else data)
 
-    def call(self, part: str, *inputs: object, precision: Precision = "step") -> Any:
+    def call(self, part: str, *inputs: object) -> Any:
         """Return the output of one submodule of the network, such as the discriminator.
 
         Args:
             part: The dotted name of the submodule. An empty name is the network.
             inputs: The inputs of the submodule.
-            precision: See `run`.
 
         Raises:
             RunError: The network has no such submodule.
@@ -93,9 +86,7 @@ class Passes:
         except AttributeError as error:
             names = [name for name, _ in self.network.named_children()]
             raise RunError(f"the network has no part {part!r}; there are {', '.join(names)}") from error
-        if precision == "full":
-            module, inputs = _require_full(module), map_tensors(inputs, full)
-        with self._context(precision):
+        with self._context():
             return module(*inputs)
 
     @overload
@@ -141,9 +132,7 @@ class Passes:
             result = tuple(full(one) if factor is None else full(one) / factor for one in found)
         return result[0] if isinstance(inputs, Tensor) else result
 
-    def _context(self, precision: Precision) -> torch.autocast:
-        if precision == "full":
-            return torch.autocast(self._device, enabled=False)
+    def _context(self) -> torch.autocast:
         # The cache of cast weights is off, because a forward pass without gradients may have filled it.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
@@ -157,17 +146,6 @@ class Passes:
         if isinstance(self._scale, Tensor):
             return (self._scale / samples).clamp(1.0, LARGEST_FACTOR)
         return min(max(self._scale / samples, 1.0), LARGEST_FACTOR)
-
-
-def _require_full(module: nn.Module) -> nn.Module:
-    """Return the module. Raise RunError if it has half-precision parameters."""
-    for name, parameter in module.named_parameters():
-        if parameter.dtype in HALF:
-            raise RunError(
-                f"a term asks for precision: full, and {name} is {dtype_name(parameter.dtype)}; it must be float32. "
-                "Write precision: step, or choose a precision with float32 parameters such as precision=bf16"
-            )
-    return module
 
 
 def _leaves(data: object, inputs: Sequence[str]) -> object:

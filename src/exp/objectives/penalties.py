@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from exp.errors import RunError
 from exp.objectives.loss_inputs import Values, full, pick
-from exp.objectives.passes import Passes, Precision
+from exp.objectives.passes import Passes
 from exp.objectives.term import AbstractTerm
 from exp.shared_types import Batch
 
@@ -24,30 +24,21 @@ class DerivativeTerm(AbstractTerm):
         weight: The factor of this term in the objective, default 1.
         output: The name of the value to differentiate, `[B, ...]`.
         input: The name of the value with respect to which it is differentiated, `[B, ...]`.
-        precision: `full` runs the network again in float32 for this term; `input` must then be an input of the network.
-            `step` (default) uses the pass of the step.
     """
 
     needs = frozenset({"input_gradients"})
     selects = ("output", "input")
 
-    def __init__(
-        self, *, weight: float = 1.0, output: str = "output", input: str = "input", precision: Precision = "step"
-    ) -> None:
+    def __init__(self, *, weight: float = 1.0, output: str = "output", input: str = "input") -> None:
         super().__init__(weight=weight)
         self.output, self.input = output, input
-        self.precision = precision
-        if precision == "full":
-            self.needs = self.needs | {"forward_passes"}
 
-    def ends(self, values: Values, passes: Passes) -> tuple[Tensor, Tensor]:
-        """Return the output and the input of the derivative. For precision=full, they are from an additional pass.
+    def ends(self, values: Values) -> tuple[Tensor, Tensor]:
+        """Return the output and the input of the derivative.
 
         Raises:
             RunError: A value does not exist.
         """
-        if self.precision == "full":
-            values = passes.run(precision="full")
         return pick(values, self.output, "output"), pick(values, self.input, "input")
 
 
@@ -66,7 +57,7 @@ class R1(DerivativeTerm):
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
         assert passes is not None
-        return _squared_norms(passes.gradients(*self.ends(values, passes))).mean()
+        return _squared_norms(passes.gradients(*self.ends(values))).mean()
 
 
 class WGANGP(AbstractTerm):
@@ -83,7 +74,6 @@ class WGANGP(AbstractTerm):
         real: The name of the real samples, `[B, ...]`.
         fake: The name of the generated samples, which have the same shape.
         output: The name of the critic's output, if the critic returns several values.
-        precision: `full` runs the critic in float32 for this term. `step` (default) uses the precision of the step.
     """
 
     needs = frozenset({"input_gradients", "forward_passes"})
@@ -97,12 +87,10 @@ class WGANGP(AbstractTerm):
         real: str = "input",
         fake: str = "fake",
         output: str = "output",
-        precision: Precision = "step",
     ) -> None:
         super().__init__(weight=weight)
         self.critic, self.real, self.fake, self.output = critic, real, fake, output
         self.parts = (critic,)
-        self.precision = precision
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the penalty, 0-d. Raise RunError if a value is missing or the shapes differ."""
@@ -116,7 +104,7 @@ class WGANGP(AbstractTerm):
             )
         share = torch.rand((len(real), *[1] * (real.dim() - 1)), dtype=real.dtype, device=real.device)
         between = (share * real + (1 - share) * fake).requires_grad_()
-        given = passes.call(self.critic, between, precision=self.precision)
+        given = passes.call(self.critic, between)
         output = pick(given, self.output, "output") if isinstance(given, Mapping) else given
         return (_norm(_squared_norms(passes.gradients(output, between))) - 1).square().mean()
 
@@ -136,7 +124,6 @@ class JacobianNorm(DerivativeTerm):
         output: The name of the value to differentiate, `[B, ...]`, with C numbers per sample.
         input: The name of the value with respect to which it is differentiated, `[B, ...]`.
         projections: The number of random vectors per sample. None (default) computes the exact norm.
-        precision: See DerivativeTerm.
     """
 
     def __init__(
@@ -146,15 +133,14 @@ class JacobianNorm(DerivativeTerm):
         output: str = "output",
         input: str = "input",
         projections: Annotated[int, Ge(1)] | None = None,
-        precision: Precision = "step",
     ) -> None:
-        super().__init__(weight=weight, output=output, input=input, precision=precision)
+        super().__init__(weight=weight, output=output, input=input)
         self.projections = projections
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
         """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
         assert passes is not None
-        output, given = self.ends(values, passes)
+        output, given = self.ends(values)
         output = full(output).flatten(1)
         if self.projections is None:
             squares = [_squared_norms(passes.gradients(column, given)) for column in output.unbind(1)]

@@ -171,11 +171,11 @@ def mode_errors(settings: Settings, measures: Mapping[str, Measure]) -> Iterator
         settings: Config as typed objects.
         measures: Metrics of the run by name.
     """
-    wanted = {
+    wanted: dict[str, Mapping[Any, Any]] = {
         "mode": {settings.monitor: settings.mode},
         "sweep.monitor": searched_tags(settings.sweep.monitor, mode=settings.mode),
     }
-    nodes = {"scheduler": settings.scheduler}
+    nodes: dict[str, Any] = {"scheduler": settings.scheduler}
     nodes |= {f"callbacks.{name}": node for name, node in settings.callbacks.items()}
     wanted |= {f"{key}.mode": {node.get("monitor"): node["mode"]} for key, node in nodes.items() if "mode" in node}
     for key, tags in wanted.items():

@@ -108,7 +108,7 @@ def test_lora_is_loaded_as_trained(trained):
 
 
 def test_a_job_of_a_stacked_sweep_is_loaded():
-    stacked = ["trainer.max_steps=2", "hooks=[]", "trainer.enable_progress_bar=false", "sweep.stack=true"]
+    stacked = ["trainer.max_epochs=1", "hooks=[]", "trainer.enable_progress_bar=false", "sweep.stack=true"]
     jobs = []
     for seed in (0, 1):
         directory = Path(f"outputs/sweep/{seed}").absolute()

@@ -16,6 +16,7 @@ from exp import compose, fit
 from exp.config.frozen import COMPOSITION
 from exp.engine.checkpoint import read_checkpoint
 from exp.engine.checkpointing import BEST
+from exp.engine.recording import is_written
 from exp.errors import Interrupted, NonFiniteError
 from exp.files import is_locked
 from exp.run_report import Report, read_report
@@ -116,9 +117,9 @@ def test_stacked_jobs_equal_single_ones_in_float64():
 
 
 # A short text, because the default text has four million characters.
-GPT = ["experiment=gpt", "data.dataset.files=text/a.txt", "data.batch_size=8"]
+GPT = ["experiment=gpt", "data.dataset.files=text/a.txt"]
 GPT += ["model.constants.width=16", "model.constants.hidden=32"]
-GPT += ["trainer.max_time=null", "trainer.val_check_interval=null"]
+GPT += ["trainer.max_time=null", "trainer.max_steps=-1", "trainer.val_check_interval=null"]
 OPTIMIZERS = [
     ["optimizer=adamw"],
     ["optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.nesterov=true"],
@@ -143,8 +144,9 @@ def test_every_model_optimizer_and_precision_can_be_stacked(share):
     Path("text/a.txt").write_text("".join(chr(97 + (7 * n * n + n // 3) % 26) for n in range(6_000)))
     for number, case in enumerate(share.of(CASES)):
         # Training amplifies rounding errors. After five steps in bfloat16, losses differ by at most 1e-3.
-        steps = 22 if "precision=fp64" in case else 5
-        shared = [*case, "trainer.max_epochs=2", f"trainer.max_steps={steps}", "hooks=[]"]
+        epochs = 2 if "precision=fp64" in case else 1
+        size = 16 if GPT[0] in case else 256
+        shared = [*case, f"trainer.max_epochs={epochs}", f"data.batch_size={size}", "hooks=[]"]
         own = [["seed=1"], ["seed=2", "optimizer.lr=0.0003"]]
         results = stacked(shared, own, name=f"stack{number}"), alone(shared, own, name=f"alone{number}")
         for one, other in zip(*results, strict=True):
@@ -220,8 +222,15 @@ def test_a_single_run_resumes_from_a_members_checkpoint():
 
 @pytest.mark.numeric
 @pytest.mark.any_processor
-def test_a_stack_loses_a_member_is_interrupted_and_resumes():
-    """A member diverges in the first epoch and leaves the stack. Then the others get a signal."""
+def test_a_stack_loses_a_member_is_interrupted_and_resumes(monkeypatch):
+    """A member diverges in the first epoch. The other members then get a signal, save, and resume."""
+
+    def interrupts(index, **options):
+        if index == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return is_written(index, **options)
+
+    monkeypatch.setattr(stack, "is_written", interrupts)
     shared = ["precision=fp64", "trainer.max_epochs=2", "trainer.log_every_n_steps=3", "optimizer=sgd", "hooks=[]"]
     own = [["optimizer.lr=0.05"], ["optimizer.lr=1e30"], ["optimizer.lr=0.02", "seed=3"]]
     jobs, ended = jobs_of("stack", shared, own), {}
@@ -230,7 +239,6 @@ def test_a_stack_loses_a_member_is_interrupted_and_resumes():
             assert [is_locked(path) for path in sorted(Path("outputs/stack").glob("*/config.yaml"))] == [
                 True, False, True,
             ]  # fmt: skip
-            signal.raise_signal(signal.SIGTERM)
         ended[place] = outcome
     assert not any(is_locked(path) for path in Path("outputs/stack").glob("*/config.yaml"))
     assert isinstance(ended[1], NonFiniteError)
@@ -286,7 +294,7 @@ def test_jobs_that_cannot_be_stacked_are_not_frozen(choice, reason):
 
 
 def test_a_late_refusal_unstacks_the_jobs_without_an_outcome(monkeypatch):
-    def late(jobs, *, at_once):
+    def late(jobs):
         yield 1, NonFiniteError("a loss")
         raise Unstackable("a reason")
 
@@ -294,5 +302,5 @@ def test_a_late_refusal_unstacks_the_jobs_without_an_outcome(monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
     stacked = Job(number=0, overrides=(), swept={}, packed=None, is_stacked=True)
-    found = [(place, type(outcome)) for place, outcome in outcomes([stacked] * 3, threads, 1, fit)]
+    found = [(place, type(outcome)) for place, outcome in outcomes([stacked] * 3, threads, fit)]
     assert found == [(1, NonFiniteError), (0, Unstacked), (2, Unstacked)]

@@ -36,7 +36,6 @@ SIGNAL_SECONDS = 0.1
 def outcomes(
     jobs: Sequence[Job],
     most_threads: int,
-    at_once: int,
     fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
     """Run a job or a stack of jobs in this process.
@@ -44,7 +43,6 @@ def outcomes(
     Args:
         jobs: Jobs with existing run directories.
         most_threads: Largest number of operator threads per rank, if a config sets none.
-        at_once: Number of processes that share the machine.
         fit: Runs a job that is not in a stack.
 
     Yields:
@@ -63,7 +61,7 @@ def outcomes(
 
     left = set(range(len(jobs)))
     try:
-        for place, outcome in train(jobs, at_once=at_once):
+        for place, outcome in train(jobs):
             left.remove(place)
             yield place, outcome
     except Unstackable as reason:
@@ -144,7 +142,6 @@ class LocalExecutor:
             outcomes,
             jobs,
             threads(need, slots=self.slots, machine=machine),
-            self.slots,
             self._processes.fit,
             output=output,
             environment=visible_gpus(gpus),

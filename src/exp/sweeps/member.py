@@ -48,7 +48,7 @@ from exp.engine.non_finite import FIXES, NOT_SAVED, broken_entries, finite_names
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
-from exp.engine.stopping import end_by_epochs, end_by_steps
+from exp.engine.stopping import end_by_epochs
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import hold_lock
 from exp.hooks.memory_use import MIB, peak_of_run
@@ -75,7 +75,6 @@ class Progress:
 
     Attributes:
         epoch, batch, step, batches: Same fields as in `Position`.
-        epochs: Number of finished training epochs, as written to checkpoints.
         began: Start of the training in this process, from `time.monotonic`.
         ended: End of the training in this process, from `time.monotonic`. None while the training runs.
     """
@@ -84,7 +83,6 @@ class Progress:
     batch: int
     step: int
     batches: int
-    epochs: int
     began: float = field(default_factory=time.monotonic)
     ended: float | None = None
 
@@ -196,8 +194,6 @@ class MemberUpdates:
             values: Values of the step by tag, changed in place.
             is_written: Whether the values of this step are written at once.
         """
-        if not is_written and self.schedule is None and self._rates is not None:
-            return
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if is_written or rates != self._rates:
             self._rates = rates
@@ -340,7 +336,7 @@ class Member:
         self.log.write_stage(stage, values, step)
         return values
 
-    def end_epoch(self, *, has_validated: bool, is_complete: bool) -> None:
+    def end_epoch(self, *, has_validated: bool) -> None:
         """Log the values of an epoch, and compare the monitored value with the best so far.
 
         The order of events is that of `Recording` and `Checkpointing`. If the value is the best, the state is copied.
@@ -348,9 +344,8 @@ class Member:
 
         Args:
             has_validated: Whether the validation split was evaluated.
-            is_complete: Whether the epoch has had all its batches.
         """
-        step, epoch, is_best = self._progress.step, self._progress.epochs - 1, False
+        step, epoch, is_best = self._progress.step, self._progress.epoch - 1, False
         if has_validated:
             self.metrics.update(self._end_stage("val", step))
             is_best = self._compare(step, epoch)
@@ -358,8 +353,7 @@ class Member:
             mean = self._epoch_sum / self._epoch_size
             self.log.write_stage("train", {EPOCH_LOSS: mean}, step)
             self.metrics |= {EPOCH_LOSS: mean, "loss/train": mean}
-        if is_complete:
-            self._epoch_sum, self._epoch_size = 0.0, 0
+        self._epoch_sum, self._epoch_size = 0.0, 0
         if self.best is not None and self.best["epoch"] == epoch:
             note_metrics(self.best, self.metrics, stage="train")
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
@@ -409,7 +403,7 @@ class Member:
         """
         step = self._progress.step
         found: State = {
-            "epoch": self._progress.epochs,
+            "epoch": self._progress.epoch,
             "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
             "state_dict": self.module.state_dict(),
@@ -494,16 +488,14 @@ class Member:
         return report if error is None else _as_known(error)
 
     def _report(self, status: Status, *, error: BaseException | None) -> Report:
-        limits, steps, epochs = self.settings.trainer, self._progress.step, self._progress.epochs
-        is_by_epochs = epochs == limits.max_epochs
-        ended_by = end_by_epochs(epochs) if is_by_epochs else end_by_steps(limits.max_steps)
+        steps, epochs = self._progress.step, self._progress.epoch
         seconds = self._seconds_before + self._progress.seconds
         return dataclasses.replace(
             self.ongoing.end_report(status, error=error),
             metrics={**self.log.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self.log.stages),
-            ended_by=ended_by if status == "completed" else None,
+            ended_by=end_by_epochs(epochs) if status == "completed" else None,
             steps=steps,
             epochs=epochs,
             step_ms=1000.0 * seconds / steps if steps else None,

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -40,9 +39,8 @@ from exp.engine.forward import forward_by_name
 from exp.engine.recording import is_written
 from exp.engine.runtime import set_threads, threads_of
 from exp.errors import ExpError, Interrupted, one_line
-from exp.hooks.saved_tensors import kept_by
 from exp.launch.launcher import last_checkpoint
-from exp.nested import map_tensors, tensors_in
+from exp.nested import map_tensors
 from exp.optim.direct_step import DirectSteps
 from exp.precision.plugin import RunPrecision
 from exp.run_report import Report, explain, forget_peak_memory
@@ -62,14 +60,15 @@ Outcome = tuple[int, Report | ExpError]
 SAVE_SECONDS = 30.0
 # Largest number of members: the weights of more members do not fit into the CPU's cache.
 MOST_MEMBERS = 64
-# Share of the machine's memory for all stacks, and memory of a member in multiples of its weights.
-MEMORY_SHARE, WEIGHTS_PER_MEMBER = 0.5, 8
+# Largest number of parameters of a small network: 64 members with gradients, two optimizer averages and the best
+# checkpoint take 1.3 GB in float32.
+MOST_PARAMETERS = 2**20
 # On a CPU, recurrent layers and operators with this many multiply-adds are slower in a stack.
 # Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
 LARGE_OPERATOR = 2**26
 
 
-def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
+def train(jobs: Sequence[Job]) -> Iterator[Outcome]:
     """Train jobs together, each in a separate run directory.
 
     Jobs that resume from different positions cannot share a step. Each position is therefore trained as a separate
@@ -78,7 +77,6 @@ def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
     Args:
         jobs: Checked jobs of one group of `exp.sweeps.stacking.groups`. A job resumes from its last checkpoint if its
             run directory has a config.yaml.
-        at_once: Number of stacks that share the memory of this machine.
 
     Yields:
         The index of a job that ended, and its report or error. The error is Unstacked if the stack as a whole failed.
@@ -112,11 +110,10 @@ def train(jobs: Sequence[Job], *, at_once: int = 1) -> Iterator[Outcome]:
     flag = SignalFlag()
     flag.install()
     try:
-        most = most_members(decided, network, batch, stacks=at_once)
-        del network, batch
         for members in by_position.values():
-            for start in range(0, len(members), most):
-                yield from Stack(decided, members[start : start + most], precision=precision, flag=flag).run()
+            for start in range(0, len(members), MOST_MEMBERS):
+                some = members[start : start + MOST_MEMBERS]
+                yield from Stack(decided, some, precision=precision, flag=flag).run()
     finally:
         flag.restore()
 
@@ -147,28 +144,8 @@ def is_faster(decided: Plan, network: nn.Module) -> bool:
     operators spend little time there. Recurrent layers run slower in a stack.
     """
     has_slow_layers = any(isinstance(module, nn.RNNBase) for module in network.modules())
-    return decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
-
-
-def most_members(decided: Plan, network: nn.Module, batch: Batch, *, stacks: int = 1, memory: int | None = None) -> int:
-    """Return the number of members that fit into memory, at least 1.
-
-    Args:
-        decided: Plan of one member.
-        network: Network of one member.
-        batch: First training batch.
-        stacks: Number of stacks that share the memory.
-        memory: Memory of the machine in bytes. None reads the size from the system.
-    """
-    memory = psutil.virtual_memory().total if memory is None else memory
-    run = forward_by_name(network.train(), tuple(decided.spec.inputs))
-    weights = sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
-    data = sum(tensor.nbytes for tensor in tensors_in(batch.data))
-    kept = kept_by(lambda: decided.objective(run(network, batch.data), batch), network=network, data=batch.data)
-    # The weights are counted with gradients, two optimizer averages and the best checkpoint. Activations count twice
-    # because of their gradients.
-    member = WEIGHTS_PER_MEMBER * weights + 2 * kept.size + data
-    return max(1, min(MOST_MEMBERS, int(MEMORY_SHARE * memory / stacks / member)))
+    is_small = sum(parameter.numel() for parameter in network.parameters()) <= MOST_PARAMETERS
+    return is_small and decided.operator is not None and decided.operator < LARGE_OPERATOR and not has_slow_layers
 
 
 def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
@@ -214,16 +191,12 @@ class Stack:
         self._running = list(members)
         first, trainer = members[0], decided.settings.trainer
         self._start = start = first.position
-        self._progress = Progress(
-            epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches, epochs=start.epoch
-        )
+        self._progress = Progress(epoch=start.epoch, batch=start.batch, step=start.step, batches=start.batches)
         assert trainer.max_epochs is not None  # `obstacle` refuses null
         self._epochs = trainer.max_epochs
-        self._max_steps = max(trainer.max_steps or 0, 0)
         self._log_every: int = trainer.log_every_n_steps or 50
         self._loader = self._loader_of(decided.data.seed)
-        steps = len(self._loader) * self._epochs
-        total_steps = min(steps, self._max_steps) if self._max_steps else steps
+        total_steps = len(self._loader) * self._epochs
         self._run = forward_by_name(first.network, tuple(decided.spec.inputs))
         self._network = StackedNetwork(
             [member.network for member in members],
@@ -246,8 +219,6 @@ class Stack:
         # Steps that are not logged yet: number, samples, losses `[T, M]`, and the values of each member by tag.
         self._waiting: list[tuple[int, int, Tensor, list[Numbers]]] = []
         self._seconds_waited = 0.0
-
-    # --- the run ---
 
     def run(self) -> Iterator[Outcome]:
         """Train to the end, then test.
@@ -279,47 +250,35 @@ class Stack:
             self._hooks.detach()
 
     def _work(self) -> Iterator[None]:
-        """Train and test. Yield None at each point at which members may have failed."""
+        """Train and test. Yield None after each epoch and at the end, because members may have failed."""
         set_threads(threads_of(self._decided.settings.runtime.threads, operator=self._decided.operator))
         for member in self._members:
             member.begin()
             where = f"a stack of {len(self._members)} jobs, in process {os.getpid()}"
             member.log.say(f"trained in {where}; a stack logs no heat maps and no histograms")
-        self._progress.began = saved_at = time.monotonic()
-        is_trained = self._start.validation_due and self._start.epoch_complete
-        while not self._is_over:
-            if not is_trained:
-                yield from self._train_epoch()
-            is_trained = False
-            yield from self._end_epoch()
-            if self._is_over:
-                break
+        progress = self._progress
+        progress.began = saved_at = time.monotonic()
+        while self._running and progress.epoch < self._epochs:
             self._raise_signal()
             if time.monotonic() - saved_at >= SAVE_SECONDS:
                 self._each(Member.save)
                 saved_at = time.monotonic()
-        self._progress.ended = time.monotonic()
+            self._train_epoch()
+            yield
+        progress.ended = time.monotonic()
         self._each(Member.save)
-        yield
-        if self._running and self._decided.settings.test and "test" in self._decided.data.stages:
+        if self._decided.settings.test and "test" in self._decided.data.stages:
             self._each(Member.load_best)
             self._evaluate("test")
             self._each(Member.test)
-            yield
-
-    @property
-    def _is_over(self) -> bool:
-        return not self._running or self._has_all_steps or self._progress.epochs >= self._epochs
-
-    @property
-    def _has_all_steps(self) -> bool:
-        return 0 < self._max_steps <= self._progress.step
+        yield
 
     def _raise_signal(self) -> None:
         if self._flag.received is not None:
             raise Interrupted(signum=self._flag.received, checkpoint=None)
 
-    def _train_epoch(self) -> Iterator[None]:
+    def _train_epoch(self) -> None:
+        """Train the remaining batches of the epoch, validate, and update the best state."""
         progress = self._progress
         waited = time.perf_counter()
         for index, (batch, is_shared) in enumerate(self._batches(), progress.batch):
@@ -329,25 +288,14 @@ class Stack:
             progress.batch = index + 1
             if progress.batch == len(self._loader):
                 self._move_schedules("epoch")
-            yield
-            if not self._running or self._has_all_steps:
-                break
             waited = time.perf_counter()
         self._flush()
-        yield
-
-    def _end_epoch(self) -> Iterator[None]:
-        """Validate, update the best state, and begin the next epoch if all batches of this epoch are done."""
-        progress, has_validated = self._progress, "val" in self._decided.data.stages
         self._hooks.pause()
+        has_validated = "val" in self._decided.data.stages
         if has_validated:
             self._evaluate("val")
-        is_complete = progress.batch == len(self._loader)
-        progress.epochs += 1
-        if is_complete:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
-        self._each(functools.partial(Member.end_epoch, has_validated=has_validated, is_complete=is_complete))
-        yield
+        progress.epoch, progress.batch = progress.epoch + 1, 0
+        self._each(functools.partial(Member.end_epoch, has_validated=has_validated))
 
     def _each(self, work: Callable[..., None], *entries: Sequence[Any]) -> None:
         """Call a function for each running member. If the call raises an error, only that member fails.
@@ -362,8 +310,6 @@ class Stack:
                     work(member, *own)
                 except (ExpError, OSError) as error:
                     member.fail(error)
-
-    # --- a step ---
 
     def _do_batch(self, batch: Batch, is_shared: bool, batch_idx: int) -> None:
         """Make one optimizer step of each member on one batch."""
@@ -403,8 +349,6 @@ class Stack:
         with self._precision.forward_context():
             self._members[0].module.objective(self._run(network.train(), batch.data), batch)
 
-    # --- what is written ---
-
     def _flush(self) -> None:
         """Log the waiting steps. A member fails if its loss is not finite."""
         steps, self._waiting = self._waiting, []
@@ -428,8 +372,6 @@ class Stack:
             saved = last_checkpoint(member.directory)
             error = Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
             yield member.place, member.end("interrupted", error=error)
-
-    # --- data ---
 
     def _loader_of(self, seed: int) -> IndexedLoader:
         """Return the training loader, set to the sample order of a seed."""

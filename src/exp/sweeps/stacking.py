@@ -45,6 +45,7 @@ REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
     ((None,), ("module", "resume", "trainer.max_time", "trainer.profiler", "runtime.step_timeout", "runtime.matmul")),
     ((None,), ("checkpoint.every_n_steps", "checkpoint.every_n_minutes")),
     ((None,), ("data.sampler", "data.batch_sampler", "data.collate")),
+    ((None, -1), ("trainer.max_steps",)),
     ((None, [], {}), ("data.transforms", "data.train_transforms", "data.eval_transforms")),
     ((None, [], {}), ("data.batch_transforms", "data.train_batch_transforms")),
     ((None, False), ("checkpoint.async",)),

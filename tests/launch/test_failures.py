@@ -148,18 +148,3 @@ def test_a_rank_ends_after_what_libraries_registered(launched, run_directory):
     """Ranks exit with os._exit, which skips exit functions, so exp calls atexit._run_exitfuncs, a private name."""
     launched("import atexit; atexit.register(note, rank, 'left'); note(rank, 'there')")
     assert [json.loads((run_directory / f"note{rank}").read_text()) for rank in (0, 1)] == ["left", "left"]
-
-
-def test_a_rank_that_cannot_write_its_error_is_not_restarted(failing, capfd):
-    error = failing(
-        """
-        if rank.global_rank:
-            time.sleep(300)
-        (pathlib.Path(os.environ["EXP_EXCHANGE"]) / "rank0.json").mkdir()
-        raise RunError("the disk is full")
-        """,
-        max_restarts=3,
-    )
-    assert error.rank == 0
-    assert "could not write why it failed" in error.reason
-    assert "rank 0 failed: the disk is full" in capfd.readouterr().err

@@ -196,9 +196,9 @@ def test_a_member_leaves_the_files_of_a_single_run():
 def test_an_unchanged_best_is_written_once(monkeypatch):
     # Save all members after each epoch.
     monkeypatch.setattr(stack, "SAVE_SECONDS", 0.0)
-    saved, copied = Mock(wraps=member.IO.save_checkpoint), Mock(wraps=member.copy_checkpoint)
+    saved, copied = Mock(wraps=member.IO.save_checkpoint), Mock(wraps=member.checkpoint.copy_checkpoint)
     monkeypatch.setattr(member.IO, "save_checkpoint", saved)
-    monkeypatch.setattr(member, "copy_checkpoint", copied)
+    monkeypatch.setattr(member.checkpoint, "copy_checkpoint", copied)
     growing = "scheduler={_target_: torch.optim.lr_scheduler.ExponentialLR, gamma: 30.0, interval: epoch}"
     shared = ["trainer.max_epochs=3", "data.batch_size=256", "hooks=[]", growing]
     reports = stacked(shared, [["seed=1"], ["seed=2"]])

@@ -29,8 +29,6 @@ PEER = re.compile(
     r"collective operation timeout|store.*(timeout|timed out)",
     re.IGNORECASE,
 )
-# The exit status of a rank that could not write its failure: EX_IOERR of sysexits.h.
-UNWRITABLE = 74
 Kind = Literal["config", "known", "bug", "peer", "death", "hang", "interrupted"]
 TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
@@ -110,17 +108,14 @@ def death(*, rank: int, returncode: int, detail: str) -> Failure:
         returncode: Return code as in subprocess, such as -9 after SIGKILL.
         detail: End of the rank's output.
     """
-    kind: Kind = "death"
     if returncode < 0:
         names = {int(one): one.name for one in signal.Signals}
         reason = f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
         if returncode == -signal.SIGKILL:
             reason += " (the system kills a process when memory runs out)"
-    elif returncode == UNWRITABLE:
-        kind, reason = "known", "could not write why it failed, as on a full disk: see its output or its log"
     else:
         reason = f"ended with status {returncode} without a message"
-    return Failure(rank=rank, time=time.time(), kind=kind, reason=reason, detail=detail)
+    return Failure(rank=rank, time=time.time(), kind="death", reason=reason, detail=detail)
 
 
 def write_failure(failure: Failure, directory: Path) -> None:

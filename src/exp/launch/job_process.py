@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -31,7 +30,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from exp.errors import INTERRUPTED_BY_KEY, Interrupted, RunError, describe_exception
 from exp.launch.failure import death
-from exp.launch.lifecycle import leave
+from exp.launch.lifecycle import end_with_parent, leave
 from exp.launch.spawn import import_path
 from exp.launch.supervision import POLL_SECONDS, collect_signals
 from exp.signals import ENDING, SUPERVISED
@@ -304,7 +303,7 @@ def _end_with_parent() -> None:
     """Make the kernel kill this process and its children when the parent ends, even if the parent ends by SIGKILL.
 
     On Linux, the parent has one end of a pipe. When the parent ends, the pipe is closed, and the kernel sends SIGKILL
-    to the process group. On other systems, a thread waits for the end of the parent.
+    to the process group. On other systems, the parent of this process is the sweep.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -315,13 +314,6 @@ def _end_with_parent() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
     else:
-        threading.Thread(target=_watch, daemon=True).start()
+        end_with_parent(os.getppid())
     if not parent.is_alive():
         os._exit(1)
-
-
-def _watch() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(0, signal.SIGKILL)

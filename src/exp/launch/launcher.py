@@ -77,15 +77,8 @@ def launch(
     if placement.nodes > 1:
         raise RunError(_several_nodes(directory, placement, allow=allow))
     for restart in itertools.count():
-        failure = _once(
-            directory,
-            placement,
-            threads=threads,
-            grace_seconds=grace_seconds,
-            worker=worker,
-            resume=resume,
-            allow=allow,
-        )
+        command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allow_flags(allow)]
+        failure = _once(command, directory, placement.world_size, threads=threads, grace_seconds=grace_seconds)
         if failure is None:
             return
         if failure.kind in FINAL or restart >= max_restarts:
@@ -138,29 +131,24 @@ def last_checkpoint(directory: Path) -> Path | None:
 
 
 def _once(
-    directory: Path,
-    placement: Placement,
-    *,
-    threads: int | None,
-    grace_seconds: float,
-    worker: str,
-    resume: Path | None,
-    allow: Sequence[str],
+    command: Sequence[str], directory: Path, world_size: int, *, threads: int | None, grace_seconds: float
 ) -> Failure | None:
+    """Start all ranks once, wait until they have ended, and return the failure that ended the run. None: no failure.
+
+    Args:
+        command: Module that each rank runs, and its arguments.
+        directory: Run directory.
+        world_size: Number of ranks.
+        threads: See `launch`.
+        grace_seconds: See `launch`.
+    """
     try:
         exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
     except OSError as error:
         raise RunError(f"no rank was started: no directory can be made in {directory}: {error.strerror}") from error
-    command = [worker, str(directory), *([] if resume is None else ["--resume", str(resume)]), *allow_flags(allow)]
     try:
         with collect_signals() as received:
-            ranks = start_ranks(
-                directory=directory,
-                world_size=placement.world_size,
-                exchange=exchange,
-                threads=threads,
-                command=command,
-            )
+            ranks = start_ranks(command, directory=directory, world_size=world_size, exchange=exchange, threads=threads)
             grace = Grace(seconds=grace_seconds, checkpoints=(directory / LAST_CHECKPOINT).parent)
             failure = supervise(ranks, exchange=exchange, received=received, grace=grace)
             last = last_checkpoint(directory)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from exp.errors import Interrupted
 from exp.interpreter_exit import run_exit_functions
-from exp.launch.failure import UNWRITABLE, failure_of, hang_file, write_failure
+from exp.launch.failure import failure_of, hang_file, write_failure
 from exp.launch.spawn import EXCHANGE, PARENT
 from exp.output import survive_output_errors
 from exp.signals import SUPERVISED, ending_signals, find_interruption, install_handler
@@ -88,27 +88,17 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 def _report(error: BaseException, *, rank: Rank) -> int:
     """Report the error that ended this rank, and return the exit status.
 
-    The error is written for exp's launcher or torchrun. It is also printed on standard error, unless exp's launcher
-    prints it on the same terminal.
+    The error is written for exp's launcher. It is also printed on standard error, unless exp's launcher prints it on
+    the same terminal.
     """
     failure = failure_of(error, rank=rank.global_rank)
-    status, detail = failure.exit_status, failure.detail
     if EXCHANGE in os.environ:
-        try:
+        with suppress(OSError):  # on a full disk, the failure is only printed
             write_failure(failure, Path(os.environ[EXCHANGE]))
-        except OSError as second:
-            status, detail = UNWRITABLE, f"The failure cannot be written: {second}"
-        else:
             if failure.rank == 0:
-                return status  # the parent prints the error on the same terminal
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)  # torchrun shows the exception when it ends
-    print(f"rank {failure.rank} {failure.reason}\n{detail}".rstrip(), file=sys.stderr)
-    return status
+                return failure.exit_status  # the parent prints the error on the same terminal
+    print(f"rank {failure.rank} {failure.reason}\n{failure.detail}".rstrip(), file=sys.stderr)
+    return failure.exit_status
 
 
 def hang_path(directory: Path, *, rank: Rank) -> Path:

@@ -91,18 +91,18 @@ def rank_environment(
 
 
 def start_ranks(
-    *, directory: Path, world_size: int, exchange: Path, threads: int | None, command: Sequence[str]
+    command: Sequence[str], *, directory: Path, world_size: int, exchange: Path, threads: int | None
 ) -> list[RankProcess]:
     """Start all ranks. If one cannot be started, the others are killed.
 
     Rank 0 prints to the output of this process. Rank n prints to train.rank<n>.log.
 
     Args:
+        command: Module to run, and its arguments.
         directory: Run directory.
         world_size: Number of ranks.
         exchange: Folder to which ranks write their failures.
         threads: Number of intra-op threads of each rank; see `rank_environment`.
-        command: Module to run, and its arguments.
     """
     started: list[RankProcess] = []
     try:

@@ -23,24 +23,7 @@ from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
 from exp.config.settings import Settings, settings_of
 from exp.construct import build_loggers, build_network, build_objective, build_optimization, build_starting_network
-from exp.engine.checkpoint import (
-    CHECKPOINTS,
-    AtomicCheckpointIO,
-    State,
-    copy_checkpoint,
-    read_checkpoint,
-)
-from exp.engine.checkpointing import (
-    BEST,
-    BEST_KEYS,
-    CONFIG,
-    POSITION,
-    best_from,
-    find_best,
-    is_better,
-    monitored_value,
-    note_metrics,
-)
+from exp.engine import checkpoint, checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule, clip
@@ -65,7 +48,7 @@ from exp.sweeps.stacked_hooks import Numbers
 
 # The strategy that sums values over ranks. A stack has one process, so the sum has one term.
 HERE = SingleDeviceStrategy(device="cpu")
-IO = AtomicCheckpointIO(is_synced=False)
+IO = checkpoint.AtomicCheckpointIO(is_synced=False)
 LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 
@@ -203,12 +186,12 @@ class MemberUpdates:
         if self.schedule is not None and self._interval == interval:
             self.schedule.step()
 
-    def state(self) -> State:
+    def state(self) -> checkpoint.State:
         """Return the checkpoint entries of the optimizer and the schedule."""
         schedules = [] if self.schedule is None else [self.schedule.state_dict()]
         return {"optimizer_states": [self.optimizer.state_dict()], "lr_schedulers": schedules}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: checkpoint.State) -> None:
         self.optimizer.load_state_dict(state["optimizer_states"][0])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["lr_schedulers"][0])
@@ -244,9 +227,9 @@ class Member:
         overrides = read_overrides(directory)
         self.ongoing = Ongoing(directory, settings, overrides=overrides, world_size=1)
         path = last_checkpoint(directory)
-        self._resumed: State | None = None if path is None else read_checkpoint(path)
-        saved = self._resumed or {POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
-        self.position = Position.of(saved[POSITION])
+        self._resumed: checkpoint.State | None = None if path is None else checkpoint.read_checkpoint(path)
+        saved = self._resumed or {checkpointing.POSITION: {"epoch": 0, "batch": 0, "step": 0, "batches": 0}}
+        self.position = Position.of(saved[checkpointing.POSITION])
         self.module = TrainingModule(
             network=(build_starting_network if path is None else build_network)(settings, decided.spec),
             objective=build_objective(settings),
@@ -265,14 +248,15 @@ class Member:
         self.metrics: dict[str, float] = {}
         self.best: dict[str, Any] | None = None
         self.error: ExpError | None = None
-        self._last_path, self._best_path = (directory / CHECKPOINTS / f"{name}.ckpt" for name in ("last", "best"))
+        folder = directory / checkpoint.CHECKPOINTS
+        self._last_path, self._best_path = folder / "last.ckpt", folder / "best.ckpt"
         self._text = text
         self._epoch_sum, self._epoch_size = 0.0, 0
         self._seconds_before = 0.0
         # Closing the stack unlocks the run directory.
         self.hold = contextlib.ExitStack()
         # Copy of the best state in memory, so that the test stage need not read best.ckpt.
-        self._best_state: State | None = None
+        self._best_state: checkpoint.State | None = None
         self._best_is_written = False
 
     def join(self, progress: Progress, *, total_steps: int) -> None:
@@ -355,11 +339,11 @@ class Member:
             self.metrics |= {EPOCH_LOSS: mean, "loss/train": mean}
         self._epoch_sum, self._epoch_size = 0.0, 0
         if self.best is not None and self.best["epoch"] == epoch:
-            note_metrics(self.best, self.metrics, stage="train")
+            checkpointing.note_metrics(self.best, self.metrics, stage="train")
         shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
         self.log.say(f"epoch {epoch + 1}/{self.settings.trainer.max_epochs}  step {step}  {shown}")
         if is_best:
-            self._best_state, self._best_is_written = _copy_to_host(self._state()), False
+            self._best_state, self._best_is_written = map_tensors(self._state(), Tensor.clone), False
 
     def _compare(self, step: int, epoch: int) -> bool:
         """Return whether the monitored value is the best so far, and update `best`.
@@ -370,15 +354,15 @@ class Member:
         monitor, mode = self.settings.monitor, self.settings.mode
         if monitor is None:
             return False
-        value = monitored_value(self.metrics, monitor)
+        value = checkpointing.monitored_value(self.metrics, monitor)
         if not math.isfinite(value):
             self.log.say(f"{monitor} is {value} at step {step}: not the best", level=logging.WARNING)
             return False
-        if not is_better(value, self.best, mode=mode):
+        if not checkpointing.is_better(value, self.best, mode=mode):
             return False
         found = {"metric": monitor, "value": value, "step": step, "epoch": epoch}
-        self.best = best_from(found, self._best_path)
-        note_metrics(self.best, self.metrics, stage="val")
+        self.best = checkpointing.best_from(found, self._best_path)
+        checkpointing.note_metrics(self.best, self.metrics, stage="val")
         for logger in self.log.loggers:
             logger.log_metrics(best_scalars(self.best), step)
         return True
@@ -386,23 +370,23 @@ class Member:
     def load_best(self) -> None:
         """Load the best weights for the test stage. Keep the last weights if there is no best checkpoint."""
         if self.best is not None:
-            state = self._best_state or read_checkpoint(self._best_path)
+            state = self._best_state or checkpoint.read_checkpoint(self._best_path)
             self.module.load_state_dict(state["state_dict"])
 
     def test(self) -> None:
         """Log the losses and metrics of the test stage."""
         values = self._end_stage("test", self._progress.step if self.best is None else self.best["step"])
         if self.best is not None:
-            note_metrics(self.best, values, stage="test")
+            checkpointing.note_metrics(self.best, values, stage="test")
 
-    def _state(self) -> State:
+    def _state(self) -> checkpoint.State:
         """Return the contents of a checkpoint, with references to the live tensors.
 
         Raises:
             NonFiniteError: A number in the state is not finite.
         """
         step = self._progress.step
-        found: State = {
+        found: checkpoint.State = {
             "epoch": self._progress.epoch,
             "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
@@ -414,9 +398,9 @@ class Member:
             **self._fitted,
             LATEST: dict(self.log.latest),
             STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
-            POSITION: dataclasses.asdict(self._progress.position),
-            BEST: self.best and {key: self.best[key] for key in BEST_KEYS},
-            CONFIG: self._text,
+            checkpointing.POSITION: dataclasses.asdict(self._progress.position),
+            checkpointing.BEST: self.best and {key: self.best[key] for key in checkpointing.BEST_KEYS},
+            checkpointing.CONFIG: self._text,
             SECONDS: self._seconds_before + self._progress.seconds,
         }
         if broken := broken_entries(found, self._finite):
@@ -440,23 +424,23 @@ class Member:
             self._best_is_written = True
         step = self._progress.step
         if self.best is not None and self.best["step"] == step:
-            copy_checkpoint(self._best_path, self._last_path, is_synced=False)
+            checkpoint.copy_checkpoint(self._best_path, self._last_path, is_synced=False)
         else:
-            IO.save_checkpoint(_copy_to_host(self._state()), self._last_path)
+            IO.save_checkpoint(map_tensors(self._state(), Tensor.clone), self._last_path)
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, state: checkpoint.State) -> None:
         """Load a checkpoint of this job. Checkpoints of a stack and of a single run have the same layout."""
         self.module.load_state_dict(state["state_dict"])
         self.updates.restore(state)
-        recorded, found = state[STATE], state[BEST]
+        recorded, found = state[STATE], state[checkpointing.BEST]
         self.metrics.update(recorded["metrics"])
         self.log.latest.update(state[LATEST])
         self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
         self._seconds_before = state[SECONDS]
         if found is None or found["metric"] != self.settings.monitor:
             return
-        known, step = best_from(found, self._best_path), state["global_step"]
-        self.best = find_best(known, self._last_path, self._best_path, step=step)
+        known, step = checkpointing.best_from(found, self._best_path), state["global_step"]
+        self.best = checkpointing.find_best(known, self._last_path, self._best_path, step=step)
         if self.best is None:
             line = f"the best.ckpt of step {found['step']} is missing: only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)
@@ -506,9 +490,3 @@ class Member:
 def _as_known(error: BaseException) -> ExpError:
     """Return `error` if it is an ExpError. Otherwise return a RunError with its type and message."""
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")
-
-
-def _copy_to_host(state: State) -> State:
-    """Return a copy of a state in host memory, which later training steps do not change."""
-    copied: State = map_tensors(state, lambda tensor: tensor.detach().to("cpu", copy=True))
-    return copied

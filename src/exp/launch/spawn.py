@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exp.signals import SUPERVISED
+from exp.strategies.placement import this_machine
 from exp.strategies.rank import STORE
 
 # Environment variables of a rank: the id of the process that started it, and the folder to which it writes failures.
@@ -70,7 +71,7 @@ def rank_environment(
         name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
     }
     if threads is not None or "OMP_NUM_THREADS" not in outer:
-        environment["OMP_NUM_THREADS"] = str(threads if threads is not None else max(1, _cores() // world_size))
+        environment["OMP_NUM_THREADS"] = str(threads or max(1, (this_machine().cores or 1) // world_size))
     return environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -134,9 +135,3 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | N
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

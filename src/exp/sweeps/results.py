@@ -60,7 +60,7 @@ class Row:
     status: str
     monitor: str | None
     mode: Mode
-    value: float
+    value: float = math.nan
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0

@@ -182,21 +182,13 @@ class StackedNetwork:
     def evaluate(self, batch: Batch) -> list[Values]:
         """Return the values of one batch by name, for each member."""
         self._template.eval()
-        shared: dict[str, Any] = {}
-        data: Any = batch.data
-        entries = data if isinstance(data, Mapping) else dict(zip(("input", "target"), data, strict=False))
 
-        def forward(tensors: Tensors) -> dict[str, Any]:
-            values = self._run(functools.partial(_call, self._template, tensors), batch.data)
-            shared.update({name: value for name, value in entries.items() if values[name] is value})
-            return {name: value for name, value in values.items() if name not in shared}
+        def forward(tensors: Tensors) -> Values:
+            return self._run(functools.partial(_call, self._template, tensors), batch.data)
 
         with torch.no_grad(), self._autocast(), sdpa_kernel(SDPBackend.MATH):
             stacked = vmap(forward)(self._tensors)
-        return [
-            {**shared, **{name: map_tensors(value, operator.itemgetter(place)) for name, value in stacked.items()}}
-            for place in range(len(self._seeds))
-        ]
+        return [map_tensors(stacked, operator.itemgetter(place)) for place in range(len(self._seeds))]
 
 
 def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from exp.config.groups import PRIMARY
 from exp.config.hydra_adapter import error_of, job_return, run_sweeper
 from exp.config.plain_tree import with_changes
 from exp.config.reading import plain_values
-from exp.engine.trial_record import JOURNAL
 from exp.errors import ConfigError, ErrorDetails, Interrupted, RunError, raise_errors
 from exp.files import remove_partial_files
 from exp.output import describe_write_error
@@ -37,14 +37,13 @@ from exp.signals import handle_signals
 from exp.sweeps.executor import Executor
 from exp.sweeps.job_queue import Queue, Searched
 from exp.sweeps.jobs import READ_ONCE, Check, Job, Jobs, job_errors, pack
-from exp.sweeps.ledger import AUTO, JOBS, SETTINGS, Ledger, find_sweep, identity_of, lock_sweep, sweeps_of
+from exp.sweeps.ledger import AUTO, JOBS, Ledger, find_sweep, identity_of, lock_sweep, sweeps_of
 from exp.sweeps.search import Search
 from exp.sweeps.space import Combination, no_job
 from exp.sweeps.stacking import group_jobs
 from exp.sweeps.sweep_runner import SweepRunner
 from exp.sweeps.sweep_settings import read_settings, refuse_settings, wanted_directory
 from exp.sweeps.sweep_view import SweepView
-from exp.tensorboard.hparams import withdraw
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -375,12 +374,10 @@ def _remove_unused(directory: Path) -> None:
     """Remove the directory of a sweep without a started job, and its empty parent directories."""
     if (directory / JOBS).is_file():
         return  # keep the jobs of the earlier sweep that this sweep would have resumed
-    for name in ("multirun.yaml", SETTINGS, JOURNAL):
-        (directory / name).unlink(missing_ok=True)
-    withdraw(directory)
+    shutil.rmtree(directory, ignore_errors=True)
     # If another sweep runs at the same time, a directory may be in use or already removed.
     with contextlib.suppress(OSError):
-        for path in (directory, *directory.parents):
+        for path in directory.parents:
             if path == Path.cwd():
                 return
             path.rmdir()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from exp.config.compose import job_overrides
@@ -61,29 +61,20 @@ class SweepView:
         monitor, mode = self._settings.monitor, self._settings.mode
         if job.plain:
             monitor, mode = job.plain["monitor"], job.plain["mode"]
-        shown = "" if job.directory is None or outcome is None else os.path.relpath(job.directory, self._directory)
-        row = Row(
-            job=job.number,
-            swept=job.swept,
-            status=NOT_STARTED,
-            value=math.nan,
-            monitor=monitor,
-            mode=mode,
-            seconds=seconds,
-            directory=shown,
-        )
+        row = partial(Row, job=job.number, swept=job.swept, monitor=monitor, mode=mode)
         if outcome is None:
-            return row
+            return row(status=NOT_STARTED)
         if isinstance(outcome, ExpError):
+            directory = "" if job.directory is None else os.path.relpath(job.directory, self._directory)
             status = "interrupted" if isinstance(outcome, Interrupted) else "failed"
-            return replace(row, status=status, error=_first_line(outcome))
+            return row(status=status, error=_first_line(outcome), seconds=seconds, directory=directory)
         error = outcome.error["message"].strip().splitlines() if outcome.error else []
-        return replace(
-            row,
+        return row(
             status=outcome.status,
             value=outcome.monitored if outcome.status in FINISHED else math.nan,
             step=None if outcome.best is None else outcome.best["step"],
             metrics={**outcome.metrics, **outcome.best_metrics},
+            seconds=seconds,
             peak_memory_mib=outcome.peak_memory_mib,
             directory=os.path.relpath(outcome.directory, self._directory),
             error=error[0] if error else "",

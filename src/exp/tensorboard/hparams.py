@@ -74,16 +74,11 @@ def declare(directory: Path, declared: api_pb2.Experiment) -> None:
     """Write the declaration of a sweep to its directory, and replace an existing one. Raise OSError on failure."""
     from exp.tensorboard.event_file import EventFile
 
-    withdraw(directory)
+    for path in directory.glob(EVENTS + OF_SWEEP):
+        path.unlink(missing_ok=True)
     file = EventFile(directory, suffix=OF_SWEEP)
     file.write([Event(wall_time=time.time(), summary=_experiment(declared))])
     file.close()
-
-
-def withdraw(directory: Path) -> None:
-    """Remove the declaration of a sweep."""
-    for path in directory.glob(EVENTS + OF_SWEEP):
-        path.unlink(missing_ok=True)
 
 
 def declared_above(directory: Path) -> api_pb2.Experiment | None:

@@ -6,10 +6,9 @@ A tree is compiled to two functions:
 
 - The guarded function limits the size of computations with constants. models/trial.py runs it on stand-ins for layers
   and tensors.
-- The plain function runs on tensors. It is the program as written, after a line for each layer that reads the layer
-from
-  the table `_modules`. It is as fast as a hand-written forward, where `self.linear` calls nn.Module.__getattr__. Layers
-  that are replaced, moved or wrapped later are used.
+- The plain function runs on tensors. It first reads each layer from the table `_modules` of the network, and then runs
+  the program as written. It is as fast as a hand-written forward, which reads `self.linear` with nn.Module.__getattr__.
+  A layer that is replaced, moved or wrapped after the compilation is used.
 
 The nodes keep their positions in the program, so that tracebacks show the program's lines.
 """
@@ -142,9 +141,9 @@ def _load(name: str) -> ast.Name:
 
 
 class _Plain(ast.NodeTransformer):
-    """Converts a program to the function that runs on tensors.
+    """Converts the syntax tree of a program to the function that runs on tensors.
 
-    Each listed function gets a unique name, and iterators become lists.
+    Each function of models/vocabulary.py gets a unique name, and iterators become lists.
     """
 
     def __init__(self, program: Program) -> None:
@@ -206,7 +205,7 @@ class _Plain(ast.NodeTransformer):
 
 
 class _Guarded(_Plain):
-    """Converts a program to the guarded function.
+    """Converts the syntax tree of a program to the guarded function.
 
     Operations of unlimited cost become calls of methods of trial.Trial.
     """
@@ -255,11 +254,11 @@ class _Guarded(_Plain):
         return node
 
 
-# -- the listed functions in a run --
+# -- the functions of a program in a run --
 
 
 def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
-    """Return the function or value of a listed name, from torch, from Python, or from the config."""
+    """Return the function or value that a name of a program means: of torch, of Python, or of the config."""
     if not isinstance(found, Listed):
         return found
     if found.home == GIVEN:

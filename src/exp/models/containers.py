@@ -255,28 +255,25 @@ class ProgramModel(nn.Module):
 
 
 class SequentialModel(ProgramModel):
-    """Layers that are called in order, or by a program. In a program, the name `layers` is the list of the layers."""
+    """Container whose layers are called in their order, or by a forward program, in which `layers` is a list."""
 
 
 class ModuleListModel(ProgramModel):
-    """Lists of layers made by `repeat`, called in order, or by a program.
-
-    In a program, `layers` is the list of the layers.
-    """
+    """Container that works like SequentialModel. It is meant for lists of layers that `repeat` creates."""
 
 
 class ModuleDictModel(ProgramModel):
-    """Layers by name, called in order, or by a program. In a program, `layers` is the dict of the layers."""
+    """Container whose layers are called in their order, or by a forward program, in which `layers` is a dict."""
 
     layers_as = "dict"
 
 
 class ParameterListModel(ProgramModel):
-    """Lists of parameters and layers, called by a program. In a program, `layers` is the list of them."""
+    """Container of parameters and layers that a forward program uses. In the program, `layers` is a list."""
 
 
 class ParameterDictModel(ProgramModel):
-    """Parameters and layers by name, called by a program. In a program, `layers` is the dict of them."""
+    """Container of parameters and layers that a forward program uses. In the program, `layers` is a dict."""
 
     layers_as = "dict"
 

@@ -101,12 +101,12 @@ def _operators(call: Call) -> Sequence[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """The dtypes in which a run computes.
+    """Dtypes of the computations of a run, which determine the errors that a trace reports.
 
     Args:
         autocast: The dtype of torch.autocast; None (default) for no autocast.
-        mixes: Whether the network's dtypes in the trace are those of the run, default true. False if the precision
-            changes the dtype of parameters before the run. Errors about mixed dtypes in the trace are then meaningless.
+        mixes: Whether parameters have the same dtypes in the trace and in the run, default true. If the precision
+            converts parameters before the run, errors about different dtypes in one call are not reported.
     """
 
     autocast: torch.dtype | None = None
@@ -118,7 +118,13 @@ SINGLE = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """A torch function that raised an error, and the tensors among its arguments."""
+    """Call of a torch function that raised an error.
+
+    Args:
+        error: The error.
+        function: The function.
+        sources: The tensors among the arguments of the call.
+    """
 
     error: BaseException
     function: Callable[..., object]

@@ -104,10 +104,10 @@ def is_adapted(network: nn.Module) -> bool:
 
 @torch.no_grad()
 def merge(network: nn.Module) -> None:
-    """Add the low-rank products to the weights and remove LowRank, in place.
+    """Add each low-rank product to its weight and remove the LowRank modules, in place.
 
-    torch's remove_parametrizations is not used. torch gives an adapted layer a derived class, which copies of the layer
-    share (seen in torch 2.13, and tested). remove_parametrizations would change that class, and break the copies.
+    torch's remove_parametrizations would change the class of an adapted layer. Copies of the layer share this class and
+    would fail, so it is not used (seen in torch 2.13, and tested).
 
     Raises:
         RunError: A layer has other parametrizations than LowRank.
@@ -141,7 +141,7 @@ def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict by their names without LowRank. Tensors of LowRank itself are left out."""
+    """Return the tensors of a state dict by their names in a network without LoRA, without the low-rank matrices."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         base = next((name.removesuffix(end) for end in (ORIGINAL, *OWN) if name.endswith(end)), name)

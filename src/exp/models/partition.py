@@ -170,8 +170,9 @@ class _Cutter:
         return node.op in ("call_function", "call_method") and not any(True for _ in tensors_in(self.value(node.name)))
 
     def _needed_nodes(self, part: int) -> list[fx.Node]:
-        """Return the nodes of one part's graph, including values passed from earlier parts, in the order of the whole
-        graph.
+        """Return the nodes of the graph of a part, in the order of the whole graph.
+
+        The nodes include values that the part receives from earlier parts.
         """
         wanted = {node for node in self.graph.nodes if self.of[node] == part and not self._is_free(node)}
         stack = list(wanted)
@@ -239,7 +240,7 @@ def _default(node: fx.Node) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A layer, or a parameter that the program names. A unit is in one part as a whole.
+    """Layer, or parameter that the forward reads directly. A unit is never divided between parts.
 
     Args:
         name: The name.
@@ -398,8 +399,9 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
 
     @functools.cache
     def best(end: int, parts: int) -> tuple[float, list[int]]:
-        """Return the size of the largest part, and the first block of each part, for the blocks before `end` in `parts`
-        parts.
+        """Divide the blocks before `end` into `parts` parts.
+
+        Return the size of the largest part, and the first block of each part.
         """
         if parts == 1:
             return total[end] or float("inf"), [0]

@@ -44,7 +44,7 @@ class Program:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """All names that may have a value. Other names are listed functions."""
+        """All names that may have a value. The other names are functions of models/vocabulary.py."""
         return self.names.variables(self.tree)
 
     def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:

@@ -211,7 +211,7 @@ class _Checker(ast.NodeVisitor):
             self.refuse(node, f"{written} is not on the list", expected)
 
     def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
-        """Record an error with the reason why a name of torch is not listed. Return False if the reason is unknown."""
+        """Record an error with the reason why a program cannot use a name. Return False if the reason is unknown."""
         found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found

@@ -60,7 +60,7 @@ _OF_NUMBERS = frozenset({"abs", "max", "min", "range", "round"})
 
 
 class Refusal(ValueError):
-    """A forbidden operation on constants."""
+    """A forbidden operation on constants, such as a power with a huge result."""
 
 
 class Stopped(Exception):
@@ -79,7 +79,7 @@ def try_out(
     Args:
         program: The program.
         code: The compiled guarded function, with the parameters `self` and the inputs.
-        functions: The other names of the namespace: listed functions, and values.
+        functions: The values of the other names in the program: functions of models/vocabulary.py, and numbers.
         held: The layers and parameters of the network, by name.
         mode: The name of the function that returns `training`.
 
@@ -177,7 +177,7 @@ class Trial:
         return value if isinstance(value, Scalar) else self.refuse("a dict key that is not a constant", "a string")
 
     def attribute(self, value: object, name: str) -> object:
-        """Return an attribute of a layer or a tensor, or a method of a list or a dict."""
+        """Return an attribute of a layer or tensor, or a method of a list or dict; any other attribute is an error."""
         is_method = isinstance(value, list | dict) and name in vocabulary.CONTAINER_METHODS and hasattr(value, name)
         if isinstance(value, Layer | Unknown) or is_method:
             return getattr(value, name)
@@ -203,7 +203,7 @@ class Trial:
         return self.unknown
 
     def call_listed(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
-        """Return the result of a listed function, or a stand-in for it."""
+        """Return the result of a function of models/vocabulary.py, or a stand-in for its result."""
         name, home = listed.name, listed.home
         is_of_tensor = bool(arguments) and isinstance(arguments[0], Unknown)
         if home == "builtins" and not (is_of_tensor and name in vocabulary.TORCH_FUNCTIONS):
@@ -362,7 +362,7 @@ def _position(code: CodeType, instruction: int) -> tuple[int, int, int]:
 
 
 class Unknown:
-    """Stand-in for a value that is known only in a run: a tensor, a size, or the output of a layer."""
+    """Stand-in for a value that is known only during a run: a tensor, a size, or the output of a layer."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -418,7 +418,7 @@ class Unknown:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """A listed function, with its name in the program and its module."""
+    """Function of models/vocabulary.py, with its name in the program and its module."""
 
     name: str
     home: str

@@ -175,7 +175,7 @@ def members(prefix: str) -> frozenset[str]:
 
 
 def is_value(name: str, home: str) -> bool:
-    """Return whether a listed name of a module is a number, a dtype or a memory format, and not a function."""
+    """Return whether a name of a module means a number, a dtype or a memory format instead of a function."""
     if home == "torch":
         return name in DTYPES | MEMORY_FORMATS | TORCH_NUMBERS
     return home == "math" and name in NUMBERS
@@ -190,7 +190,7 @@ def home_of(name: str) -> str:
 
 
 def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
-    """Return the reason why a name is not listed, and an alternative; None if the name may be misspelled.
+    """Return the reason why a program cannot use a name, and an alternative; None if the name may be misspelled.
 
     Args:
         name: The name.

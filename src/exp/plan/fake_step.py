@@ -97,7 +97,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeNetwork:
-    """A network of fake tensors.
+    """Network whose parameters and buffers are fake tensors, which have no numbers.
 
     Attributes:
         module: The network.
@@ -122,7 +122,7 @@ class StepFigures:
         activations: Bytes kept for the backward. With several phases, of the phase that keeps most.
         by_layer: Bytes of the activations, by the layer that keeps them.
         gradients: Bytes of the gradients by parameter name, for each phase with a backward that could run.
-        temporaries: Largest number of additional bytes alive at once, except during the optimizer step.
+        temporaries: Largest number of bytes of temporary tensors at the same time, except in the optimizer step.
         operators: Operators of forward and backward.
         notes: Values that are unknown, with the reason.
         fake: Network of the step. None for a user's LightningModule.
@@ -317,7 +317,7 @@ class _Step:
         *,
         times: float,
     ) -> None:
-        """Run one forward and its backward. Keep the largest memory so far, and add the operators.
+        """Run one forward and its backward, and update the figures: the largest memory, and all operators.
 
         Args:
             network: Network, or a view with the forward of a phase.
@@ -433,7 +433,7 @@ make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
 
 
 class Ones(TorchDispatchMode):
-    """Returns 1 or true if code reads a number from a fake tensor. `asked` is then set to true."""
+    """Mode in which a read of a number from a fake tensor returns 1 or true. The attribute `asked` records a read."""
 
     def __init__(self) -> None:
         make_mode(self)
@@ -450,7 +450,7 @@ class Ones(TorchDispatchMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records every operator that runs in this mode, and the number of bytes alive at once.
+    """Mode that records every operator, and the largest number of bytes in memory at the same time.
 
     Args:
         layer: Returns the path of the layer that is running its forward.
@@ -459,7 +459,7 @@ class OperatorLog(TorchDispatchMode):
     Attributes:
         part: Part of the step that is running. The caller sets this attribute.
         operators: The recorded operators.
-        peak: Largest number of bytes alive at once.
+        peak: Largest number of bytes in memory at the same time.
         owners: Mode for the forward. It records the layer of each autograd node for the backward.
     """
 
@@ -473,7 +473,7 @@ class OperatorLog(TorchDispatchMode):
         self._known: set[int] = set()
 
     def hold(self, tensors: Sequence[Tensor]) -> int:
-        """Count the storages that exist before the step, and return their bytes."""
+        """Count the storages of tensors that exist before the step, and return their bytes."""
         for tensor in tensors:
             self._note(tensor)
         return self._live
@@ -525,7 +525,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 class NodeOwners(TorchFunctionMode):
-    """Records the layer of each autograd node in the forward.
+    """Mode that records in the forward which layer creates each autograd node.
 
     During a backward, `current` is the layer of the running node.
     """

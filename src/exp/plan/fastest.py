@@ -164,10 +164,7 @@ def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
 
 
 def accumulation(estimator: Estimator, estimate: Estimate) -> tuple[str, ...]:
-    """Return the overrides that set the number of micro-batches of an estimate.
-
-    Return no overrides if it did not change.
-    """
+    """Return the overrides for the number of micro-batches of an estimate; none if it is that of the run."""
     if estimate.micro_batches == estimator.micro_batches:
         return ()
     return (f"data.batch_size={estimate.batch}", f"trainer.accumulate_grad_batches={estimate.micro_batches}")

@@ -102,7 +102,7 @@ class Load:
         return Footprint(places=[place], transfers=self.gradient_transfers())
 
     def whole_parameters(self) -> dict[str, Held]:
-        """Return all parameters, unsplit, by name."""
+        """Return the parts of a rank that stores every parameter as a whole, by name."""
         return {
             name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
             for name, one in self.sizes.items()

@@ -210,15 +210,15 @@ class ModelParallel(WholeState):
     def _reduce(
         self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, *, width: int | None = None
     ) -> dict[str, Tensor]:
-        """Reduce vectors of K numbers over all ranks.
+        """Return the sums or maxima over all ranks of the vectors that belong to each parameter.
 
         Args:
-            found: Vectors `[K]` by parameter name. Ranks may have different names.
+            found: Vectors of K numbers of this rank, by parameter name. Ranks of a pipeline have different parameters.
             op: Sum or maximum.
-            width: K. None determines it by a collective. Default: None.
+            width: K. None determines K by a collective. Default: None.
 
         Returns:
-            Vectors `[K]` for each name that at least one rank has.
+            Vectors of K numbers by parameter name, for the parameters of all ranks.
         """
         places = {name.removeprefix(NETWORK): place for place, name in enumerate(self._parameter_names)}
         is_held = [float(name in found) for name in places]

@@ -45,7 +45,7 @@ WISH = 4
 
 
 class Stage:
-    """Part of the network as a function of the tensors that are sent to it.
+    """Function of one part of the network, from tensors of earlier stages to tensors for later stages.
 
     Args:
         network: The network.

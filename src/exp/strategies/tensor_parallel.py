@@ -45,14 +45,15 @@ MEETS = frozenset({"forward_passes"})
 class TensorParallel(Strategy):
     """Strategy in which ranks split each layer of one model.
 
-    These are all ranks of the run, or the number of ranks that exp.strategies.hybrid sets.
+    All ranks of the run split one model. The strategy `hybrid` sets the number of ranks for each model.
 
     Args:
         name: Name of the strategy. Default: tensor_parallel.
         plan: `auto` for models with the layer names of gpt and transformer, or a mapping from name patterns to the
             words of exp.strategies.tensor_plan. Default: auto.
-        divide: Name patterns of constants in containers that count parts, such as heads. They are divided by the number
-            of ranks. `auto` selects the constants for a plan `auto`. Default: auto.
+        divide: Name patterns of integer constants of containers that are divided by the number of ranks, such as the
+            number of attention heads. With the plan `auto`, `auto` selects constants that end with `heads`. Default:
+            auto.
     """
 
     splits_batch = False
@@ -189,8 +190,8 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
         return
     if found := find_difference(network, plan, example_inputs(spec), mesh=mesh):
         expected = (
-            "a column layer before each row layer, only elementwise operations between them, and all constants that "
-            f"count parts, such as heads, in strategy.divide, which has {among(plan.counts(network))}"
+            "a column layer before each row layer, only elementwise operations between them, and all numbers of parts, "
+            f"such as the number of heads, in strategy.divide, which has {among(plan.counts(network))}"
         )
         because = f"which changes what the network computes with {mesh.size()} ranks: {found}"
         raise RunError(str(invalid_value(PLAN, dict(plan.layers), expected, "Or write strategy=ddp", because=because)))

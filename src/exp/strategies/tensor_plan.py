@@ -46,14 +46,15 @@ class Plan:
 
     Attributes:
         layers: Keys of TAKES by layer name.
-        constants: Names of constants that count parts, by the name of their container.
+        constants: Names of integer constants that are divided by the number of ranks, such as the number of attention
+            heads, by the path of their container.
     """
 
     layers: Mapping[str, str]
     constants: Mapping[str, Sequence[str]]
 
     def counts(self, network: nn.Module) -> dict[str, int]:
-        """Return the values of the constants that count parts, by dotted name."""
+        """Return the values of `constants` in a network, by dotted name."""
         found = {}
         for path, names in self.constants.items():
             container = network.get_submodule(path)
@@ -70,8 +71,8 @@ def make_plan(network: nn.Module, plan: str | Mapping[str, str], *, divide: str 
 
     Args:
         network: The network.
-        plan: Option of exp.strategies.tensor_parallel.TensorParallel.
-        divide: Option of TensorParallel.
+        plan: Option `plan` of exp.strategies.tensor_parallel.TensorParallel.
+        divide: Option `divide` of TensorParallel.
 
     Raises:
         ConfigError: All errors of the options.
@@ -185,7 +186,7 @@ def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the constants that count heads, in containers that have column layers."""
+    """Return the constants whose names end with `heads`, by container, for containers with a column layer."""
     holders = {name.rpartition(".")[0] for name, word in layers.items() if word == "column"}
     return {
         path: [constant for constant in module.constants if fnmatchcase(constant, HEADS)]

@@ -193,9 +193,9 @@ class WholeState(DDPStrategy, ABC):
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _whole_entry(self, name: str, value: object, parameter: Tensor) -> object:
-        """Return an entry of a parameter's optimizer state as a whole.
+        """Return the whole value of an entry of the optimizer state of a parameter.
 
-        Tensors with the parameter's shape are split like it.
+        A tensor with the shape of the parameter is split like the parameter, and is gathered.
         """
         if not isinstance(value, Tensor):
             return value
@@ -209,7 +209,7 @@ class WholeState(DDPStrategy, ABC):
         return self.part(name, value, parameter)
 
     def _move_to_cpu(self, whole: Tensor) -> Tensor | None:
-        """Return the tensor on the CPU if this rank needs it, because the model may be larger than a device."""
+        """Return the tensor on the CPU, because a device may be too small; None if this rank does not need it."""
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
     def _collect(self, mine: dict[str, T]) -> dict[str, T]:

@@ -12,7 +12,7 @@ from exp.hooks.gradients import HEALTHY_NORM, NORM
 from exp.hooks.panels import png
 from exp.loggers.heat_maps import kept_heat_map
 from exp.shared_types import EPOCH_LOSS, split_tag
-from exp.tensorboard.curves import Curve, read_curves
+from exp.tensorboard.event_file import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"
 # The largest number of points of a curve, which is one per pixel. Longer curves are averaged.

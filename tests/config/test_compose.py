@@ -204,13 +204,6 @@ def test_configs_of_a_plugin_are_found_without_imports(tmp_path, monkeypatch, pa
     assert "some_plugin" not in sys.modules
 
 
-def test_a_plugin_without_configs_is_reported(tmp_path, monkeypatch, capsys):
-    install_plugin("gone", "no_such_package_at_all")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    exp.compose([])
-    assert "gone" in capsys.readouterr().err
-
-
 def test_modules_next_to_conf_are_importable_once_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     write("conf/model/x.yaml", "# X. Select it with model=x\n_target_: beside_a_conf.Net\n")
@@ -231,12 +224,11 @@ def test_a_choice_that_hydra_ignores_is_an_error():
 
 
 @pytest.mark.parametrize("names", [["me"], ["one", "two", "three"]])
-def test_an_include_cycle_names_its_last_file(names):
+def test_an_include_cycle_is_an_error(names):
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         write(f"conf/model/{name}.yaml", f"# Round. Select it with model={name}\ndefaults: [{following}, _self_]\n")
     (error,) = refused(f"model={names[0]}").errors
-    assert error.key == "defaults"
-    assert error.source == f"conf/model/{names[-1]}.yaml"
+    assert "include each other" in error.got
 
 
 @pytest.mark.parametrize(

@@ -95,12 +95,3 @@ def test_overfitting_keeps_the_batches_unless_somebody_shuffles_them():
 def test_a_number_is_whole_where_one_stands(typed, key, value):
     found = OmegaConf.select(exp.compose([typed]), key)
     assert (found, type(found)) == (value, type(value))
-
-
-def test_what_is_wrong_with_a_package_is_told_once_with_the_keys(capsys):
-    layers = ",".join(f"{name}:{{_target_:timm.layers.{name.upper()}}}" for name in "abcdef")
-    assert check([f"+model.layers.more={{{layers}}}", "model.layers.activation._target_=torch.nn.Gelu"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("2 errors")
-    assert told.count("timm") <= 4
-    assert "security.allow=[timm]" in told

@@ -6,8 +6,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import exp
 from exp.check.signature import signature_of
-from exp.config.habits import fix_of_key
 from exp.config.targets import resolve
+from exp.spelling import fix_of_key
 
 SNAPSHOT = Path(__file__).with_name("config_keys.txt")
 # Parameters that exp sets itself.

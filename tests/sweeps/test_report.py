@@ -31,7 +31,7 @@ from exp.extras.report.run_records import find_runs, read_run
 from exp.files import hold_lock
 from exp.run_report import read_report
 from exp.sweeps.ledger import lock_sweep
-from exp.tensorboard.curves import Curve
+from exp.tensorboard.event_file import Curve
 
 
 class Parsed(HTMLParser):

@@ -18,8 +18,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from exp.hooks.panels import Histogram, Text
-from exp.tensorboard.curves import read_curves
-from exp.tensorboard.event_file import encode_records
+from exp.tensorboard.event_file import encode_records, read_curves
 from exp.tensorboard.logger import TensorBoardLogger, written_at
 
 

@@ -11,14 +11,13 @@ from tensorboard.backend.event_processing.data_provider import MultiplexerDataPr
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
-from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups, metadata
+from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_groups
 from tensorboard.plugins.hparams.backend_context import Context
 
 from exp.check.stages import compose
 from exp.extras.dashboard.dashboard import runs_below
 from exp.start import fit
 from exp.sweeps.space import Axis
-from exp.tensorboard import hparams
 from exp.tensorboard.hparams import declaration, declare, declared_above
 from exp.tensorboard.logger import TensorBoardLogger
 
@@ -59,12 +58,6 @@ def values(group: Any) -> dict[str, Any]:
 
 def metrics(group: Any) -> dict[str, float]:
     return {value.name.tag: value.value for value in group.metric_values}
-
-
-def test_the_names_are_those_of_tensorboard():
-    assert hparams.EXPERIMENT_TAG == metadata.EXPERIMENT_TAG
-    assert hparams.START_TAG == metadata.SESSION_START_INFO_TAG
-    assert hparams.END_TAG == metadata.SESSION_END_INFO_TAG
 
 
 def test_values_of_an_axis_have_types():

@@ -12,7 +12,6 @@ from exp.check.kinds import describe_type
 from exp.check.signature import Parameter, Signature, signature_of
 from exp.check.structure import kind_errors, value_error
 from exp.config.annotations import EMPTY
-from exp.config.habits import fix_of_key
 from exp.config.reading import UNKNOWN
 from exp.config.settings import VALUES
 from exp.config.slots import (
@@ -29,7 +28,7 @@ from exp.config.slots import (
 from exp.config.targets import TargetError, class_of, resolve, resolve_function
 from exp.config.versions import REMOVED_PARAMETERS, current_target
 from exp.errors import ConfigError, ErrorDetails, MissingExtraError, missing_value, unsuitable
-from exp.spelling import among, find_nearest, show
+from exp.spelling import among, find_nearest, fix_of_key, show
 
 
 def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:

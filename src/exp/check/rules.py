@@ -20,7 +20,6 @@ from exp.check.phase_rules import (
     readable,
 )
 from exp.config.frozen import ALLOWED, COMPOSITION
-from exp.config.habits import fix_of_value
 from exp.config.module_key import brings_data, has_module, module_errors
 from exp.config.plain_tree import is_node
 from exp.config.reading import UNKNOWN, Values
@@ -28,7 +27,7 @@ from exp.config.slots import nodes_in
 from exp.data.data_errors import share_errors
 from exp.errors import ErrorDetails, invalid_value, missing_value, not_supported_with, unsuitable
 from exp.shared_types import EPOCH_LOSS, STAGES, searched_tags
-from exp.spelling import among, did_you_mean, show
+from exp.spelling import among, did_you_mean, fix_of_value, show
 
 # Losses that need class numbers as targets, and losses that need numbers, by the last part of their `_target_`.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")

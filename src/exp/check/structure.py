@@ -12,7 +12,6 @@ from typing import Any
 from exp.check.kinds import describe_type, fits, words_of
 from exp.config.annotations import EMPTY
 from exp.config.frozen import COMPOSITION, OWN_GROUPS
-from exp.config.habits import fix_of_key, fix_of_value
 from exp.config.module_key import MODULE_KEY, REPLACED, brings_data, has_module
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import UNKNOWN, Values
@@ -21,7 +20,7 @@ from exp.config.settings import SCHEMA, VALUES, Node, Repeats
 from exp.config.slots import COLLECTIONS, NODES, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.errors import ErrorDetails, invalid_value, missing_value, unknown_key, unsuitable
-from exp.spelling import among, did_you_mean, find_nearest, show
+from exp.spelling import among, did_you_mean, find_nearest, fix_of_key, fix_of_value, show
 
 # Matches values that need no quotes in a list.
 PLAIN_WORD = re.compile(r"[\w./-]+")

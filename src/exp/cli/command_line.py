@@ -14,12 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.compose import composition_of
 from exp.config.found_run import key_of
 from exp.config.groups import PRIMARY, Vocabulary, open_search_path
-from exp.config.habits import fix_of_flag, fix_of_subcommand
 from exp.config.hydra_adapter import HYDRA_VERSION, hydra_config
 from exp.config.overrides import as_override, checked_lines
 from exp.config.reading import secrets_kept
 from exp.config.slots import AXIS, MANY, ONE
 from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, command_line_error, raise_errors, unknown_word
+from exp.spelling import fix_of_flag, fix_of_subcommand
 
 PROGRAM = "python -m exp.train"
 HELP_WIDTH = 110

@@ -112,8 +112,7 @@ def suggest_line(words: Sequence[str]) -> str | None:
     """
     import shlex
 
-    from exp.config.habits import command_of
-    from exp.spelling import find_nearest
+    from exp.spelling import command_of, find_nearest
 
     first, rest = words[0], list(words[1:])
     if "=" in first or first[:1] in ("-", "+", "~"):

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from exp.check.stages import allowed_packages, compose
 from exp.cli.command_line import answer_question, parse_arguments
 from exp.config.frozen import COMPOSITION
-from exp.config.habits import fix_of_key
 from exp.config.plain_tree import is_node, leaves
 from exp.config.reading import ENVIRONMENT, REFERENCE, UNKNOWN, raw_values, read
 from exp.config.search_path import display_path
@@ -28,7 +27,7 @@ from exp.config.yaml_files import position_of, split
 from exp.errors import COMMAND_LINE, ConfigError, ExpError, config_error
 from exp.output import command
 from exp.redaction import mask_secrets, redact
-from exp.spelling import among, find_nearest, show
+from exp.spelling import among, find_nearest, fix_of_key, show
 
 PROGRAM = "python -m exp.why"
 # The largest number of characters of a value in the table.

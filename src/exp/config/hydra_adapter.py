@@ -293,7 +293,8 @@ def error_of(error: Exception) -> ErrorDetails:
             return ErrorDetails(named["group"], got, expected, fix, source=source)
     causes = list(chain_of(error, explicit=True))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        return ErrorDetails("config", "nested too deeply, or into itself", "a few levels")
+        got = "files that include each other in their defaults lists, or values nested too deeply"
+        return ErrorDetails("config", got, "at most 60 levels")
     texts = [text for text in map(_short, causes) if text]
     key = next((cause.full_key for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key), "")
     detail = "; ".join(dict.fromkeys(texts)) or type(error).__name__

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.clusters import cluster_errors
 from exp.config.groups import USED_GROUPS
-from exp.config.habits import fix_of_key
 from exp.config.hydra_adapter import HYDRA_ERRORS, Layer, registered_targets, searchpath_error
 from exp.config.plain_tree import leaves, text_values
 from exp.config.reading import raw_values
@@ -26,7 +25,7 @@ from exp.config.yaml_files import choices_of, read_yaml, split
 from exp.errors import ErrorDetails, raise_errors
 from exp.files import is_valid_path
 from exp.redaction import INTERPOLATION
-from exp.spelling import among, did_you_mean
+from exp.spelling import among, did_you_mean, fix_of_key
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")

@@ -17,14 +17,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from exp.config.grammar import Numbers, parse_override
 from exp.config.groups import USED_GROUPS, Vocabulary, dotted_keys
-from exp.config.habits import call_forms, fix_of_key, fix_of_option, fix_of_subcommand
 from exp.config.hydra_node import hydra_key_error
 from exp.config.plain_tree import leaves
 from exp.config.slots import AXIS, MANY, OF_CLASSES
 from exp.config.values import adds_keys, deepest, set_value, takes_new_key
 from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, command_line_error, unknown_word
 from exp.redaction import find_exposed, mask_secrets
-from exp.spelling import among, did_you_mean, find_nearest, is_typo
+from exp.spelling import (
+    among,
+    call_forms,
+    did_you_mean,
+    find_nearest,
+    fix_of_key,
+    fix_of_option,
+    fix_of_subcommand,
+    is_typo,
+)
 
 MAX_CHARACTERS = 20_000
 # Nodes of train.yaml that users may mistake for config groups.

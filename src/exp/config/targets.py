@@ -27,11 +27,10 @@ from types import ModuleType
 from typing import Any
 
 from exp.config.annotations import return_annotation
-from exp.config.habits import target_of_habit
 from exp.config.search_path import conf_points, is_users_conf, make_importable
 from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of, one_line
-from exp.spelling import among, find_nearest
+from exp.spelling import among, find_nearest, target_of_habit
 
 # Allowed packages, each with the package in which its public aliases must be defined.
 LISTED = {

@@ -11,9 +11,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from exp.config.habits import fix_of_key
 from exp.config.plain_tree import ABSENT, is_node, value_at
-from exp.spelling import is_typo
+from exp.spelling import fix_of_key, is_typo
 
 # `1e3` and `1.5e3`, which Hydra reads as floats. Above MOST_EXACT, a float cannot represent every integer.
 WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")

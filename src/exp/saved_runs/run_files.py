@@ -21,7 +21,7 @@ from exp.errors import COMMAND_LINE, RunError, config_error
 from exp.run_report import Report, read_report
 from exp.shared_types import DataSpec
 from exp.spelling import among
-from exp.tensorboard.curves import Curve, read_curves
+from exp.tensorboard.event_file import Curve, read_curves
 
 WORDS = ("best", "last")
 # Prefix of network parameters in the state dict of exp's training module.

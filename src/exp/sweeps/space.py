@@ -24,7 +24,6 @@ from exp.config.overrides import read_swept
 from exp.config.plain_tree import are_same
 from exp.errors import ConfigError, ErrorDetails, missing_value, raise_errors, unknown_word, unsuitable
 from exp.spelling import among, show
-from exp.tensorboard.hparams import Domain
 
 MAX_JOBS = 10_000
 Combination = Mapping[str, str]
@@ -70,7 +69,7 @@ class Axis:
             return self.texts
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
 
-    def domain(self) -> Domain | None:
+    def domain(self) -> list[object] | tuple[float, float] | None:
         """Return the values for the HParams page of TensorBoard. Return None if they depend on the config of a job."""
         if self.is_interval:
             return self.low, self.high

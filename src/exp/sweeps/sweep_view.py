@@ -19,7 +19,6 @@ from exp.run_report import Report
 from exp.sweeps.jobs import Job
 from exp.sweeps.results import FINISHED, NOT_STARTED, Row, print_table, write_table
 from exp.sweeps.sweep_settings import SweepSettings
-from exp.tensorboard.hparams import declaration, declare
 
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
 # Shortest time between two writes of the table while jobs run, in seconds. Writing 10,000 rows takes about 1 s.
@@ -125,6 +124,8 @@ class SweepView:
         space = self._settings.space
         if self.rows or not space.axes or not any(map(_has_tensorboard, jobs)):
             return
+        from exp.tensorboard.hparams import declaration, declare  # imports NumPy
+
         domains = {axis.name: domain for axis in space.axes if (domain := axis.domain()) is not None}
         values: dict[str, list[object]] = {}
         tags: list[str] = []

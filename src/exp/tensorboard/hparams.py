@@ -1,8 +1,7 @@
 """Data of TensorBoard's HParams page: its columns, and the start and end of each session. A session is a run.
 
 A sweep declares the columns in an event file in its directory, with the domain of each swept key. Its jobs repeat the
-declaration, because TensorBoard uses the first declaration that it finds. This module does not import torch, and
-imports NumPy only to write, because the process of a sweep needs neither.
+declaration, because TensorBoard uses the first declaration that it finds.
 """
 
 from __future__ import annotations
@@ -14,16 +13,10 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from exp.spelling import show
-from exp.tensorboard.event_records import EVENTS, read_records
-
-# Copies of names in tensorboard.plugins.hparams.metadata, because importing that module takes longer than importing a
-# sweep. A test compares the names.
-EXPERIMENT_TAG = "_hparams_/experiment"
-START_TAG = "_hparams_/session_start_info"
-END_TAG = "_hparams_/session_end_info"
+from exp.tensorboard.event_file import EVENTS, EventFile, read_records
 
 # Suffixes of event files that contain an end which a restart may undo, and of files that contain a sweep's declaration.
 UNFINISHED = ".unfinished"
@@ -72,8 +65,6 @@ def declaration(
 
 def declare(directory: Path, declared: api_pb2.Experiment) -> None:
     """Write the declaration of a sweep to its directory, and replace an existing one. Raise OSError on failure."""
-    from exp.tensorboard.event_file import EventFile
-
     for path in directory.glob(EVENTS + OF_SWEEP):
         path.unlink(missing_ok=True)
     file = EventFile(directory, suffix=OF_SWEEP)
@@ -92,7 +83,7 @@ def declared_above(directory: Path) -> api_pb2.Experiment | None:
             try:
                 with path.open("rb") as file:
                     values = (value for one in read_records(file) for value in Event.FromString(one).summary.value)
-                    found = next((value for value in values if value.tag == EXPERIMENT_TAG), None)
+                    found = next((value for value in values if value.tag == metadata.EXPERIMENT_TAG), None)
                 if found is not None:
                     content = found.metadata.plugin_data.content
                     return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
@@ -124,7 +115,7 @@ def start_summaries(
             start.hparams[key].number_value = value
     return [
         _experiment(declared),
-        _summary(START_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start)),
+        _summary(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start)),
     ]
 
 
@@ -135,7 +126,7 @@ def end_summary(status: str) -> Summary:
         status: completed, failed, interrupted or pruned, as in report.json.
     """
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
-    return _summary(END_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
+    return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
 
 def has_begun(directory: Path) -> bool:
@@ -161,11 +152,9 @@ def _data_type(values: Sequence[object]) -> int:
 
 
 def _experiment(declared: api_pb2.Experiment) -> Summary:
-    return _summary(EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=declared))
+    return _summary(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=declared))
 
 
 def _summary(tag: str, content: plugin_data_pb2.HParamsPluginData) -> Summary:
-    from tensorboard.plugins.hparams import metadata
-
     about = metadata.create_summary_metadata(content)
     return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])

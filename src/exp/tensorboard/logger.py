@@ -23,8 +23,7 @@ from torch.utils.tensorboard import FileWriter, SummaryWriter
 from exp.config.frozen import PRUNED_TAG
 from exp.hooks.panels import Panel
 from exp.loggers.run_logger import Description, RunLogger
-from exp.tensorboard.event_file import EventFile
-from exp.tensorboard.event_records import EVENTS, read_records
+from exp.tensorboard.event_file import EVENTS, EventFile, read_records
 from exp.tensorboard.hparams import UNFINISHED, declared_above, end_summary, has_begun, start_summaries
 from exp.tensorboard.summaries import Layout, summary_value, text_value
 

@@ -12,7 +12,7 @@ from tensorboard.backend.experimental_plugin import ExperimentalPlugin
 from tensorboard.plugins import base_plugin
 
 from exp.shared_types import split_tag
-from exp.tensorboard.curves import read_curves
+from exp.tensorboard.event_file import read_curves
 
 # Tags after losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")

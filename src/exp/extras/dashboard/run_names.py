@@ -15,7 +15,7 @@ from pathlib import Path
 
 from exp.config.frozen import read_overrides
 from exp.errors import ExpError
-from exp.tensorboard.event_records import EVENTS
+from exp.tensorboard.event_file import EVENTS
 from exp.tensorboard.hparams import OF_SWEEP
 
 # Keys that are no hyperparameters.

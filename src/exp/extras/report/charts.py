@@ -17,7 +17,7 @@ from exp.extras.report.run_records import is_of_validation
 from exp.shared_types import compared_tag
 from exp.spelling import among
 from exp.sweeps.results import FINISHED, Repeats
-from exp.tensorboard.curves import Curve
+from exp.tensorboard.event_file import Curve
 
 MOST_CURVES = 8
 # Okabe and Ito's colors except black and yellow, which are distinct for color-blind readers.

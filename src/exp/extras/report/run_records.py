@@ -22,7 +22,7 @@ from exp.redaction import mask_secrets
 from exp.run_report import DAMAGE as REPORT_DAMAGE
 from exp.run_report import parse_report
 from exp.shared_types import Mode, compared_tag
-from exp.tensorboard.curves import Curve, event_files, read_curves
+from exp.tensorboard.event_file import Curve, event_files, read_curves
 
 Part = TypeVar("Part")
 # A folder with any of these files is a run directory.

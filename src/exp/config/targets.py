@@ -47,7 +47,7 @@ LISTED = {
     "exp.engine.ema": "exp.engine.ema",
     **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
         "debugging", "deepspeed", "evaluation", "finders.range_test", "finders.size_trial", "gallery", "hf", "mlflow",
-        "research", "wandb",
+        "research", "tokenizers", "wandb",
     )},
     "torch.nn": "torch.nn",
     "torch.optim": "torch.optim",

@@ -93,14 +93,6 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
     return made
 
 
-def describe_port(port: Port, description: Description) -> dict[str, object]:
-    """Return the name, shape and dtype of an input or output. Inputs also have the names of their columns, if known."""
-    found: dict[str, object] = {"name": port.name, "shape": list(port.shape), "dtype": np.dtype(port.dtype).name}
-    if port.name in description.columns:
-        found["columns"] = list(description.columns[port.name])
-    return found
-
-
 def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
     """Return the inputs of a request by name.
 

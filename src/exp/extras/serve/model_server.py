@@ -1,7 +1,7 @@
 """Serves an ONNX model over HTTP. Requests and responses are JSON, and the size of requests is limited.
 
     POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
-    GET  /model     inputs and outputs    GET /health    status
+    GET  /health    {"status": "ok"}
 
 No part of a request is unpickled or executed.
 """
@@ -27,7 +27,7 @@ from starlette.routing import Route
 from exp.errors import ExpError, RunError
 from exp.extras.export.onnx_file import OnnxModel
 from exp.extras.export.served_tables import ServedTable
-from exp.extras.serve.json_samples import BadRequest, answer_of, describe_port, read_rows, read_samples
+from exp.extras.serve.json_samples import BadRequest, answer_of, read_rows, read_samples
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
@@ -109,7 +109,6 @@ class Service:
         return Starlette(
             routes=[
                 Route("/predict", self._predict, methods=["POST"]),
-                Route("/model", self._describe),
                 Route("/health", self._health),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
@@ -143,16 +142,6 @@ class Service:
             raise HTTPException(422, str(error)) from error
         answer = answer_of(outputs, self._model.description)
         return JSONResponse({**answer, "unknown": unknown} if unknown else answer)
-
-    async def _describe(self, request: Request) -> JSONResponse:
-        about = self._model.description
-        inputs = [describe_port(port, about) for port in self._model.inputs]
-        found = {
-            "run": about.run,
-            "inputs": self._table.columns if self._table else inputs,
-            "outputs": [describe_port(port, about) for port in self._model.outputs],
-        }
-        return JSONResponse(found)
 
     async def _health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})

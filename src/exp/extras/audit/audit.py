@@ -24,7 +24,6 @@ from exp.errors import ConfigError, one_line
 from exp.output import command
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
-MAX_FILES = 20_000
 # An environment variable in an interpolation.
 VARIABLE = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 MAX_PICKLE_BYTES = 200_000_000
@@ -81,8 +80,6 @@ def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
     root = path if path.is_dir() else path.parent
     files = _files(path) if path.is_dir() else [path]
     found = [finding for file in files for finding in _of_file(file, root=root, allow=allow)]
-    if len(files) >= MAX_FILES:
-        found.append(Finding(kind="unreadable", what=f"more than {MAX_FILES} files", where=str(path), is_outside=True))
     return sorted(dict.fromkeys(found), key=lambda finding: not finding.is_outside)
 
 
@@ -91,8 +88,6 @@ def _files(folder: Path) -> list[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in SKIPPED)
         found += [Path(place, name) for name in sorted(names)]
-        if len(found) >= MAX_FILES:
-            return found[:MAX_FILES]
     return found
 
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from exp.errors import ErrorDetails, MissingExtraError, is_installed, not_supported_with
 from exp.precision.words import WORDS
-from exp.strategies.footprint import Footprint, Load, Place, Transfer, all_reduce_bytes, gather_bytes
+from exp.strategies.footprint import Footprint, Load, Place
 from exp.strategies.model_parallel import ModelParallel
 from exp.strategies.placement import Demand, Placement
 from exp.strategies.rank import Rank
@@ -63,32 +63,15 @@ class DeepSpeed(Strategy):
         return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the memory and communication of the stage.
-
-        The engine divides flat tensors, so that each of N ranks has 1 / N of all numbers.
-        """
+        """Return the memory and communication of ddp, with 1 / N of the optimizer state on each of N ranks."""
         ranks = load.placement.data_ranks
-        if ranks == 1:
-            return super().footprint(load)
-        held = {}
-        for name, one in load.whole_parameters().items():
-            part = -(-math.prod(one.shape) // ranks)
-            gradient = one.gradient and (part * load.sizes[name].itemsize if self.stage > 1 else one.gradient)
-            held[name] = replace(one, shape=(part,), gradient=gradient)
-        learning = max((one.itemsize for one in load.sizes.values() if one.learns), default=4)
-        buffers = {
-            "bucket of gradients": min(load.gradient_bytes, BUCKET * learning),
-            "the engine's own copy of the part that it steps": load.gradient_bytes // ranks,
+        held = {
+            name: replace(one, shape=(-(-math.prod(one.shape) // ranks),))
+            for name, one in load.whole_parameters().items()
         }
-        place = Place(ranks=tuple(range(ranks)), held=held, buffers=buffers)
-        gradients = load.gradient_bytes
-        reduced = gather_bytes(gradients, ranks) if self.stage > 1 else all_reduce_bytes(gradients, ranks)
-        transfers = [
-            Transfer(what="sums of gradients", sent=reduced * load.micro_batches, over=ranks),
-            Transfer(what="all-gather of weights", sent=gather_bytes(load.parameter_bytes, ranks), over=ranks),
-        ]
-        note = "the memory of DeepSpeed's engine is an estimate from its stage (Rajbhandari et al. 2020)"
-        return Footprint(places=[place], transfers=transfers, notes=(note,))
+        note = "the memory of DeepSpeed's engine is an estimate, without its buffers"
+        place = Place(ranks=tuple(range(ranks)), held=held)
+        return Footprint(places=[place], transfers=load.gradient_transfers(), notes=(note,))
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Return Lightning's strategy for a rank.

@@ -75,7 +75,6 @@ class Part:
         numbers: Statistics of the columns of each value, by name of the value.
         classes: Counts of classes, by name of the value.
         lengths: Statistics of the lengths of sequences, by name of the value.
-        incomparable: Number of samples with objects that cannot be compared.
     """
 
     samples: int | None
@@ -85,7 +84,6 @@ class Part:
     numbers: dict[str, list[Numbers]] = field(default_factory=dict)
     classes: dict[str, Classes] = field(default_factory=dict)
     lengths: dict[str, Numbers] = field(default_factory=dict)
-    incomparable: int = 0
 
 
 @dataclass(kw_only=True)
@@ -149,7 +147,6 @@ def _read(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> tu
             entry.add(value, read.sizes.get(name))
         part.looked_at += read.count
         hashes += read.hashes
-    part.incomparable = hashes.count(None)
     if part.samples is None and part.looked_at < count:  # the stream has ended
         part.samples, drop_last = part.looked_at, data.drop_last and stage == "train"
         part.batches = batch_count(part.looked_at, data.batch_size, drop_last=drop_last)

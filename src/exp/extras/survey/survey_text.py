@@ -147,5 +147,3 @@ def _of_part(stage: Stage, part: Part) -> Iterator[str]:
             yield f"absent: {name} {among(absent)} in none of the samples of {stage} that were read"
     if part.samples is None or part.looked_at < part.samples:
         yield f"not read: samples of {stage} after the first {part.looked_at:,}; --samples all reads all"
-    if part.incomparable:
-        yield f"not compared: {part.incomparable:,} samples of {stage} with objects that cannot be compared"

@@ -73,7 +73,7 @@ _CARDS: dict[str, tuple[float, float, float]] = {
     "RTX 3090": (24, 936, 32),
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
-COUNTED = re.compile(r"(?:([0-9]+)x)?(.+)")
+COUNTED = re.compile(r"(?:([0-9]{1,6})x)?(.+)")
 # Limits the time of a plan, which visits every rank of a run.
 MOST_DEVICES = 100_000
 # Approximate seconds to launch a CUDA kernel from PyTorch's eager mode.
@@ -101,12 +101,11 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     if word not in names:
         expected = f"one of {', '.join(_CARDS)}, or a number and a card such as 64xH100"
         raise config_error("device", got=text, expected=expected, fix=did_you_mean(word, list(names)))
-    # Check the length first, because int() raises an exception for thousands of digits.
-    digits = None if found[1] is None else found[1].lstrip("0")
-    if digits is not None and not (0 < len(digits) <= len(str(MOST_DEVICES)) and int(digits) <= MOST_DEVICES):
+    count = None if found[1] is None else int(found[1])
+    if count is not None and not 0 < count <= MOST_DEVICES:
         expected = f"a number of devices from 1 to {MOST_DEVICES:,}, such as 64x{found[2]}"
         raise config_error("device", got=shorten(text), expected=expected)
-    return listed_device(names[word]), None if digits is None else int(digits)
+    return listed_device(names[word]), count
 
 
 def listed_device(card: str) -> Device:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from exp.models.inference import example_arguments
 from exp.plan.device_peaks import Device
 from exp.plan.fake_step import Setting, StepFigures, sizes_of, take_step
-from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, largest_total, memory_of
+from exp.plan.rank_memory import OptimizerState, PlaceMemory, footprint_of, memory_of
 from exp.plan.step_time import StepTime, step_time
 from exp.strategies.footprint import Footprint, Load
 from exp.strategies.strategy import Strategy
@@ -53,7 +53,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """Bytes in use on the device that uses most."""
-        return largest_total(self.places)
+        return self.places[0].total
 
 
 class Estimator:

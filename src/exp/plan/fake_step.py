@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,6 @@ from exp.strategies.units import checkpoint_activations, match_modules
 if TYPE_CHECKING:
     from exp.check.plan import Plan
 
-Part = Literal["forward", "backward", "recomputed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -77,8 +75,6 @@ class Operator:
     """A call of an operator.
 
     Attributes:
-        name: Name of the operator.
-        part: Part of the step.
         layer: Path of the innermost module that calls the operator. '' for the network itself.
         flops: Number of multiplications and additions.
         moved: Bytes that the operator reads and writes.
@@ -86,8 +82,6 @@ class Operator:
         times: Number of calls per step. A phase that does not run at every step gives a fraction.
     """
 
-    name: str
-    part: Part
     layer: str
     flops: int
     moved: int
@@ -152,13 +146,9 @@ class StepFigures:
             return frozenset(name for name, one in self.parameters.items() if one.learns)
         return frozenset(name for found in self.gradients for name in found)
 
-    def flops(self, part: Part | None = None) -> float:
-        """Return the FLOPs of a micro-batch.
-
-        Args:
-            part: Part of the step. None sums all parts.
-        """
-        return sum(one.flops * one.times for one in self.operators if part in (None, one.part))
+    def flops(self) -> float:
+        """Return the FLOPs of a micro-batch."""
+        return sum(one.flops * one.times for one in self.operators)
 
 
 def take_step(plan: Plan, setting: Setting) -> StepFigures:
@@ -365,7 +355,7 @@ class _Step:
         self._keep(kept)
         try:
             with log:
-                log.part = "backward"
+                log.is_backward = True
                 for place, loss in enumerate(losses):
                     if loss.requires_grad:
                         loss.backward(retain_graph=place < len(losses) - 1)
@@ -457,7 +447,7 @@ class OperatorLog(TorchDispatchMode):
         times: Number of runs per step.
 
     Attributes:
-        part: Part of the step that is running. The caller sets this attribute.
+        is_backward: Whether a backward is running. The caller sets this attribute.
         operators: The recorded operators.
         peak: Largest number of bytes in memory at the same time.
         owners: Mode for the forward. It records the layer of each autograd node for the backward.
@@ -466,7 +456,7 @@ class OperatorLog(TorchDispatchMode):
     def __init__(self, layer: Callable[[], str], *, times: float) -> None:
         make_mode(self)
         self.layer, self.times = layer, times
-        self.part: Part = "forward"
+        self.is_backward = False
         self.operators: list[Operator] = []
         self.owners = NodeOwners(layer)
         self.peak = self._live = 0
@@ -493,21 +483,15 @@ class OperatorLog(TorchDispatchMode):
         for tensor in results:
             self._note(tensor)
         if not func.is_view and results:
-            part, layer = self.part, self.layer()
-            if part == "backward":
-                # If a layer runs its forward during a backward, it recomputes its activations.
-                part, layer = ("backward", self.owners.current) if layer == OBJECTIVE else ("recomputed", layer)
+            layer = self.layer()
+            # If a layer runs its forward during a backward, it recomputes its activations.
+            if self.is_backward and layer == OBJECTIVE:
+                layer = self.owners.current
             moved = sum(
                 tensor.nbytes for tensor in {id(one): one for one in (*tensors_in([args, kwargs]), *results)}.values()
             )
-            flops = flops_of(func, args, kwargs, result)
-            name = str(func.overloadpacket).removeprefix("aten.")
-            self.operators.append(
-                Operator(
-                    name=name, part=part, layer=layer, flops=flops, moved=moved, times=self.times,
-                    dtype=dtype_name(results[0].dtype),
-                )
-            )  # fmt: skip
+            flops, dtype = flops_of(func, args, kwargs, result), dtype_name(results[0].dtype)
+            self.operators.append(Operator(layer=layer, flops=flops, moved=moved, dtype=dtype, times=self.times))
         return result
 
     def _note(self, tensor: Tensor) -> None:

@@ -24,7 +24,6 @@ class LayerRow:
         output: Shapes and dtypes of the output, with B for the batch.
         parameters: Number of parameters, except those of inner layers.
         flops: FLOPs of a rank's micro-batch, forward and backward.
-        recomputed: Part of these FLOPs that the backward spends to recompute activations.
         activations: Bytes that the layer keeps for the backward.
         share: Fraction of the network's FLOPs. If the network has no FLOPs, fraction of its activations.
         times: Number of equal layers in this row.
@@ -35,7 +34,6 @@ class LayerRow:
     output: str
     parameters: int
     flops: float
-    recomputed: float
     activations: int
     share: float = 0.0
     times: int = 1
@@ -45,10 +43,8 @@ def layer_rows(estimate: Estimate) -> list[LayerRow]:
     """Return a row for each module that was called or has parameters, and a last row for the objective."""
     figures, network = estimate.figures, estimate.network
     flops: defaultdict[str, float] = defaultdict(float)
-    again: defaultdict[str, float] = defaultdict(float)
     for one in figures.operators:
         flops[one.layer] += one.flops * one.times
-        again[one.layer] += one.flops * one.times if one.part == "recomputed" else 0
     counts: defaultdict[str, int] = defaultdict(int)
     for name, parameter in figures.parameters.items():
         counts[name.rpartition(".")[0]] += parameter.count
@@ -60,7 +56,6 @@ def layer_rows(estimate: Estimate) -> list[LayerRow]:
             output=figures.outputs.get(path, ""),
             parameters=counts[path],
             flops=flops[path],
-            recomputed=again[path],
             activations=figures.by_layer.get(path, 0),
         )
         for path, kind in (*kinds.items(), (OBJECTIVE, ""))

@@ -8,7 +8,7 @@ others                               the batch, buffers of the network, averages
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -223,8 +223,3 @@ def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
         itemsize = figures.parameters[name].itemsize
         copied += one.stored * max(4, itemsize) // itemsize
     return count * copied
-
-
-def largest_total(places: Sequence[PlaceMemory]) -> int:
-    """Return the bytes in use on the device that uses most."""
-    return max(place.total for place in places)

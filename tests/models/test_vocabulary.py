@@ -97,7 +97,7 @@ def test_a_program_gives_what_torch_gives(text: str, expected: object) -> None:
         ("y = relu(x)\nreturn y.flaten(1)", "attributes of tensors; expected `flatten`"),
         ("y = '{0.T}'\nreturn y.format(x)", "`.format` of a str"),
         ("return x.max", "is a function of torch; expected `max(x)`"),
-        ("y = x.values\nreturn y(x)", "is not callable"),
+        ("y = x.values\nreturn y(x)", "a tensor is called"),
     ],
 )  # fmt: skip
 def test_what_is_left_out_is_refused_with_the_reason(text: str, words: str) -> None:

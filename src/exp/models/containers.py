@@ -20,7 +20,7 @@ from exp.models.compiler import compile_forward
 from exp.models.freezing import find_frozen
 from exp.models.initialisation import Scheme, initialise
 from exp.models.layers import Held, build_layer
-from exp.models.program import Program, layers_used, parse
+from exp.models.program import Program, parse, require_layers_used
 from exp.models.syntax import ProgramError
 
 _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -207,7 +207,6 @@ class ProgramModel(nn.Module):
             inputs=self.input_names,
             constants=self._constants,
             functions=self._functions,
-            used_elsewhere=layers_used(self._programs.values(), self._layer_names) if is_forward else self._layer_names,
             is_bounded=not (is_forward and self._is_folded),
         )
 
@@ -229,9 +228,11 @@ class ProgramModel(nn.Module):
         # The functions are attributes of the instance, so that a call is as fast as in a hand-written module, and the
         # signature has the names of the inputs.
         found: list[ProgramError] = []
+        programs: list[Program] = []
         for name in ("forward", *self._programs):
             try:
-                self.__dict__[name] = self._compile(self._program(name))
+                programs.append(self._program(name))
+                self.__dict__[name] = MethodType(self._function(programs[-1]), self)
             except ProgramError as error:
                 for one in (error, *error.others):
                     one.place = name if name == "forward" else f"programs.{name}"
@@ -239,9 +240,7 @@ class ProgramModel(nn.Module):
         if found:
             found[0].others = tuple(found[1:])
             raise found[0]
-
-    def _compile(self, program: Program) -> MethodType:
-        return MethodType(self._function(program), self)
+        require_layers_used(programs)
 
     def __getstate__(self) -> dict[str, object]:
         bound = {"forward", *self._programs}

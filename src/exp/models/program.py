@@ -98,7 +98,6 @@ def parse(
     inputs: Sequence[str] = ("x",),
     constants: Iterable[str] = (),
     functions: Iterable[str] = (),
-    used_elsewhere: Iterable[str] = (),
     is_bounded: bool = True,
 ) -> Program:
     """Return the checked program of a text.
@@ -109,7 +108,6 @@ def parse(
         inputs: The names of the network's inputs, default x.
         constants: The names of values that the config defines for the program.
         functions: The names of functions that the config defines for the program.
-        used_elsewhere: The layers that other programs of the network use. This program may leave them unused.
         is_bounded: Whether a long text is an error. False for a text that exp has generated, with a line for each
             layer.
 
@@ -121,25 +119,20 @@ def parse(
         inputs=tuple(inputs),
         constants=frozenset(constants),
         functions=frozenset(functions),
-        used_elsewhere=frozenset(used_elsewhere),
     )
     return _parse(text, names, is_bounded)
 
 
-def layers_used(texts: Iterable[str], layer_names: Iterable[str]) -> frozenset[str]:
-    """Return the layers that programs use. The name `layers` uses all layers, unless a layer has this name.
+def require_layers_used(programs: Sequence[Program]) -> None:
+    """Raise ProgramError if no program of a network uses a layer. The name `layers` uses all layers.
 
-    A program with a syntax error uses no layers, because `parse` reports the error.
+    Args:
+        programs: The programs of the network. The first program gets the error.
     """
-    names = frozenset(layer_names)
-    used: set[str] = set()
-    for text in texts:
-        try:
-            nodes = ast.walk(_read(Source(text)))
-        except ProgramError:
-            continue
-        used |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names if "layers" in used - names else names & used
+    first, loaded = programs[0], frozenset().union(*(program.loaded for program in programs))
+    unused = ", ".join(f"`{name}`" for name in sorted(first.names.layers - loaded))
+    if unused and ("layers" not in loaded or "layers" in first.names.layers):
+        raise first.error(first.tree.body[0], f"the program never uses {unused}", "a use of every layer in `layers`")
 
 
 @functools.lru_cache(maxsize=256)  # copies of a repeated block share one tree, which never changes

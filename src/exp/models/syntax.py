@@ -82,14 +82,12 @@ class Names:
         inputs: The network's inputs, in the order of the parameters of `forward`.
         constants: The values that the config defines.
         functions: The functions that the config defines.
-        used_elsewhere: The layers that other programs of the network use. This program may leave them unused.
     """
 
     layers: frozenset[str]
     inputs: tuple[str, ...]
     constants: frozenset[str]
     functions: frozenset[str] = frozenset()
-    used_elsewhere: frozenset[str] = frozenset()
 
     def variables(self, tree: ast.Module) -> frozenset[str]:
         """Return the names that have a value: those defined before the program runs, and the program's variables."""
@@ -114,12 +112,6 @@ def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
         checker.refuse(last, "the program returns nothing", "a last line such as `return x`")
     if checker.found:
         raise combine(checker.found)
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
-    unused = sorted(names.layers - loaded - names.used_elsewhere)
-    names_all = "layers" in loaded and "layers" not in names.layers
-    if unused and not names_all:
-        layers = ", ".join(f"`{name}`" for name in unused)
-        raise error(tree.body[0], f"the program never uses {layers}", "a use of every layer in `layers`")
 
 
 def _check_names(names: Names, error: ErrorAt) -> None:

@@ -166,7 +166,7 @@ class Trial:
             return self.refuse("a list or dict that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
         if isinstance(value, Layer):
             return self.refuse(f"`{value._path}` is a layer ({type(value._module).__name__}), not a tensor", "a call")
-        if callable(value):
+        if callable(value) and not isinstance(value, Unknown):
             return self.refuse("a function or a method is used as a value", "a call of the function or method")
         for part in _parts(value):
             self.operand(part, depth + 1)
@@ -392,6 +392,9 @@ class Unknown:
         message = "a loop over a tensor, whose length is known only while the network runs"
         self._trial.refuse(message, "unpacking, such as `a, b = x.chunk(2, 1)`, or an operation on the whole tensor")
         return iter(())
+
+    def __call__(self, *_: object, **__: object) -> Unknown:
+        return self._trial.refuse("a tensor is called", "a layer, a function or a method before the parentheses")
 
     def __getitem__(self, index: object) -> Unknown:
         return self._trial.compute(index)

@@ -238,21 +238,23 @@ def _flat(value: Any) -> Iterator[tuple[str, float]]:
 def _measured(measure: Any, values: Mapping[str, Tensor], objective: Objective, *, way: str) -> dict[str, float]:
     """Return the values of a stage with batches of different sizes, divided over the ranks or all on rank 0."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    strategy = SingleDeviceStrategy(device=torch.device("cpu"))
     epoch = EpochValues(stage="val", terms=objective.terms, measures=[measure.clone()])
     starts = [sum(SIZES[:place]) for place in range(len(SIZES))]
     for place, (start, size) in enumerate(zip(starts, SIZES, strict=True)):
         if way == "gone on" and place == 3:
             held = io.BytesIO()
-            torch.save(epoch.metric_states(), held)
+            torch.save(epoch.state(strategy, with_losses=False), held)
             held.seek(0)
             epoch = EpochValues(stage="val", terms=objective.terms, measures=[measure.clone()])
-            epoch.restore_metrics(torch.load(held, weights_only=True), rank=rank, ranks=ranks)
+            state = torch.load(held, weights_only=True)
+            epoch.restore(state, device=torch.device("cpu"), rank=rank, ranks=ranks)
         share = slice(start + rank * size // ranks, start + (rank + 1) * size // ranks)
         if way == "on one rank":
             share = slice(start, start + size if rank == 0 else start)
         if share.stop > share.start:
             epoch.update_metrics(epoch.read({name: one[share] for name, one in values.items()}))
-    return epoch.finish(SingleDeviceStrategy(device=torch.device("cpu")))
+    return epoch.finish(strategy)
 
 
 def _close(one: float, other: float) -> bool:

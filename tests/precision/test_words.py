@@ -295,7 +295,7 @@ def test_a_run_restores_the_switches_of_torch(parts: Callable[..., Parts], caplo
         assert switches() == before
         assert torch.get_default_dtype() == F32
     assert during[:2] == [("high", True), ("highest", False)]
-    assert "precision=tf32 changes nothing here and trains in float32: cpu has no TensorFloat-32" in caplog.text
+    assert "precision=tf32 changes nothing here and trains in float32: TensorFloat-32 needs a GPU" in caplog.text
 
 
 class OwnLSTM(nn.LSTM):

@@ -356,7 +356,7 @@ def test_a_training_value_is_compared_after_each_validation(every):
 
 @pytest.mark.filterwarnings("ignore:Total length of")
 def test_a_loader_without_a_batch_is_an_error():
-    with pytest.raises(exp.RunError, match="the train_dataloader of LitEmpty returned no batch; expected one or more"):
+    with pytest.raises(exp.RunError, match="the train_dataloader of the data returned no batch; expected one or more"):
         fit(NET, "data._target_=mine.LitEmpty", "trainer.max_epochs=1", "test=false")
 
 

@@ -39,7 +39,7 @@ from exp.config.reading import UNKNOWN, raw_values
 from exp.config.targets import resolve as resolve_target
 from exp.construct import build_entries, build_freezing, build_network, build_optimization, construct
 from exp.engine.checkpoint import read_weights
-from exp.engine.progress import refuse_late_validation, take_limits, total_steps
+from exp.engine.progress import epoch_batches, take_limits, total_steps
 from exp.engine.unfreezing import unfreezing_errors
 from exp.errors import (
     LIBRARIES,
@@ -353,10 +353,16 @@ def _strategy(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _length(check: Check) -> Iterable[ErrorDetails]:
+    """Yield the error of an epoch with fewer batches than trainer.val_check_interval."""
     trainer = check.settings.trainer
-    if not check.found and check.settings.train and isinstance(trainer.val_check_interval, int):
-        refuse_late_validation(_lengths(check), _batches(check.decided))
-    return ()
+    interval = trainer.val_check_interval
+    if check.found or not check.settings.train or not isinstance(interval, int):
+        return
+    taken = epoch_batches(_lengths(check), _batches(check.decided))
+    if trainer.check_val_every_n_epoch is not None and taken is not None and interval > taken:
+        got = f"{interval}, more than the {taken} batches of an epoch"
+        fix = "Add trainer.check_val_every_n_epoch=null to count the batches over all epochs"
+        yield ErrorDetails("trainer.val_check_interval", got, f"at most {taken}", fix)
 
 
 def _weights(check: Check) -> Iterable[ErrorDetails]:

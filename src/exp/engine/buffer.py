@@ -1,6 +1,6 @@
 """Buffers that collect values on their device and copy them to the host together.
 
-StepBuffer collects optimizer steps between two writes. EpochValues sums the losses and metrics of a stage.
+Recorded has the values of an optimizer step until they are written. EpochValues sums the losses and metrics of a stage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recorded:
             several.
         values: Values by tag: 0-d tensors on the device, floats, or panels.
         terms: Names of the computed terms. None means all terms.
-        panels: Panels on the host by tag. StepBuffer.take moves them from `values` to this dict.
+        panels: Panels on the host by tag. `take_to_host` moves them from `values` to this dict.
     """
 
     index: int
@@ -53,53 +53,37 @@ class Recorded:
     panels: dict[str, Panel] = field(default_factory=dict)
 
 
-class StepBuffer:
-    """Optimizer steps that are recorded but not yet written."""
+def take_to_host(steps: Sequence[Recorded], strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
+    """Copy the values and losses of steps to the host. Every rank must call this function.
 
-    def __init__(self) -> None:
-        self._steps: list[Recorded] = []
+    Args:
+        steps: One or more steps.
+        strategy: Strategy of the run.
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @property
-    def last(self) -> Recorded:
-        """Most recently added step."""
-        return self._steps[-1]
-
-    def add(self, step: Recorded) -> None:
-        self._steps.append(step)
-
-    def take(self, strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
-        """Return the steps with their losses, and empty the buffer. Every rank must call this method.
-
-        Returns:
-            Pairs of a step and its losses. The values of the step are floats. The losses are means over ranks.
-        """
-        steps, self._steps = self._steps, []
-        if not steps:
-            return []
-        losses = torch.stack([loss for step in steps for loss in step.losses])
-        losses = strategy.reduce(losses, reduce_op="mean")
-        waiting = [
-            (step.values, tag, _one_number(tag, value))
-            for step in steps
-            for tag, value in step.values.items()
-            if type(value) is Tensor
-        ]
-        numbers = _on_host([losses, *(value for _, _, value in waiting)])
-        end = len(losses)
-        for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
-            values[tag] = number
-        _take_panels(steps)
-        # The report does not accept NumPy numbers.
-        for step in steps:
-            for tag, value in step.values.items():
-                if type(value) is not float:
-                    step.values[tag] = _float(tag, value)
-        # Steps may have different terms, because a phase need not run in each step.
-        ends = list(accumulate(len(step.losses) for step in steps))
-        return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
+    Returns:
+        Pairs of a step and its losses. The values of the step are floats. The losses are means over ranks.
+    """
+    losses = torch.stack([loss for step in steps for loss in step.losses])
+    losses = strategy.reduce(losses, reduce_op="mean")
+    waiting = [
+        (step.values, tag, _one_number(tag, value))
+        for step in steps
+        for tag, value in step.values.items()
+        if type(value) is Tensor
+    ]
+    numbers = _on_host([losses, *(value for _, _, value in waiting)])
+    end = len(losses)
+    for (values, tag, _), number in zip(waiting, numbers[end:], strict=True):
+        values[tag] = number
+    _take_panels(steps)
+    # The report does not accept NumPy numbers.
+    for step in steps:
+        for tag, value in step.values.items():
+            if type(value) is not float:
+                step.values[tag] = _float(tag, value)
+    # Steps may have different terms, because a phase need not run in each step.
+    ends = list(accumulate(len(step.losses) for step in steps))
+    return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
 
 
 def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
@@ -290,7 +274,9 @@ class EpochValues(nn.Module):
             strategy: Strategy of the run.
             with_losses: Whether to include the sums of the losses.
         """
-        state: dict[str, object] = {TRAIN_METRICS: self.metric_states()} if self.measures else {}
+        state: dict[str, object] = {}
+        if self.measures:
+            state[TRAIN_METRICS] = self._from_source(lambda: {one.name: one.states() for one in self.measures})
         return state | ({TRAIN_LOSSES: self.totals(strategy)} if with_losses else {})
 
     def restore(self, state: Mapping[str, Any], *, device: torch.device, rank: int, ranks: int) -> None:
@@ -305,20 +291,13 @@ class EpochValues(nn.Module):
         Raises:
             RunError: A metric does not support a changed number of ranks.
         """
-        if TRAIN_METRICS in state:
-            self.restore_metrics(state[TRAIN_METRICS], rank=rank, ranks=ranks)
+        metrics = state.get(TRAIN_METRICS, {})
+        for measure in self.measures:
+            if measure.name in metrics:
+                measure.restore(metrics[measure.name], rank=rank, ranks=ranks)
         if TRAIN_LOSSES in state and rank == 0:  # rank 0 alone loads the sums, because they already cover all ranks
             self._sums, divisors = state[TRAIN_LOSSES].to(device).tensor_split([len(self.summed)])
             self._divisors = list(divisors.unbind())
-
-    def metric_states(self) -> Mapping[str, Mapping[str, object]]:
-        """Return the metrics' states over all ranks within an epoch. Every rank must call this method."""
-        return self._from_source(lambda: {measure.name: measure.states() for measure in self.measures})
-
-    def restore_metrics(self, states: Mapping[str, Mapping[str, Any]], *, rank: int, ranks: int) -> None:
-        for measure in self.measures:
-            if measure.name in states:
-                measure.restore(states[measure.name], rank=rank, ranks=ranks)
 
     def _compute(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the values of each metric by metric name and entry, and reset the metrics."""

@@ -196,7 +196,7 @@ class Checkpointing(Callback):
             self._is_restored = False
             self._copy_best(trainer)
             source = Path(str(trainer.ckpt_path))
-            if self.is_saving_last and trainer.is_global_zero and not _is_same(source, self.last_path):
+            if self.is_saving_last and trainer.is_global_zero:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 copy_checkpoint(source, self.last_path)
 
@@ -366,10 +366,6 @@ def sweep_run(directory: Path) -> None:
     if not is_locked(directory / "config.yaml"):
         for exchange in directory.glob(".launch-*"):  # files with messages between ranks
             shutil.rmtree(exchange, ignore_errors=True)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    return other.is_file() and one.samefile(other)
 
 
 def _is_best(path: Path, best: Mapping[str, Any]) -> bool:

@@ -59,8 +59,6 @@ def named_values(data: Any) -> dict[str, Any]:
     """Return the values of a batch by name. Values without names become `input` and, if present, `target`."""
     if isinstance(data, Mapping):
         return dict(data)
-    if type(data) in (tuple, list) and len(data) == 2:
-        return {"input": data[0], "target": data[1]}
     if isinstance(data, Tensor):
         return {"input": data}
     if isinstance(data, Sequence) and 1 <= len(data) <= 2:

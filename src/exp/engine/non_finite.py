@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from exp.engine.checkpoint import CURRENT, State
+from exp.engine.progress import is_on_any_rank
 from exp.errors import NonFiniteError
 from exp.nested import tensors_in
 from exp.precision.plugin import RunPrecision
@@ -54,11 +55,7 @@ def require_finite(state: State, names: frozenset[str], trainer: Trainer) -> Non
         NonFiniteError: A number is not finite. Raised on all ranks if at least one rank has such a number.
     """
     found = broken_entries(state, names)
-    is_broken = bool(found)
-    if trainer.world_size > 1:
-        flag = torch.tensor(float(is_broken), device=trainer.strategy.root_device)
-        is_broken = bool(trainer.strategy.reduce(flag, reduce_op="max") > 0)
-    if is_broken:
+    if is_on_any_rank(trainer, bool(found)):
         what = among(found, count=6) if found else "tensors of other ranks"
         raise NonFiniteError(f"not finite after step {trainer.global_step}: {what}. {NOT_SAVED}. {FIXES}")
 

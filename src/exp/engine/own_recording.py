@@ -83,7 +83,10 @@ class OwnRecording(StepRecording):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # If there is no batch, Lightning starts no epoch and only logs the fact.
         if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
-            raise _no_batch(trainer)
+            raise RunError(
+                "the train_dataloader of the data returned no batch; expected one or more. Check its number of "
+                "samples, its batch_size and drop_last, and its samplers"
+            )
 
     # --- the step ---
 
@@ -171,14 +174,6 @@ class OwnRecording(StepRecording):
         self._loaded_step = None if trainer.state.fn == "fit" else checkpoint["global_step"]
         if STATE in checkpoint:
             self._index = checkpoint[STATE]["index"]
-
-
-def _no_batch(trainer: Trainer) -> RunError:
-    name = type(vars(trainer)["datamodule"]).__name__ if "datamodule" in vars(trainer) else "data"
-    return RunError(
-        f"the train_dataloader of {name} returned no batch; expected one or more. Check its number of samples, its "
-        "batch_size and drop_last, and its samplers"
-    )
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
-from exp.errors import config_error
 from exp.shared_types import span_seconds
 
 
@@ -66,6 +66,14 @@ def seconds_of(max_time: float | str | Mapping[str, float]) -> float:
     return span_seconds(max_time) if isinstance(max_time, str) else float(max_time)
 
 
+def is_on_any_rank(trainer: Trainer, flag: bool) -> bool:
+    """Return whether the flag is true on at least one rank. Every rank must call this function."""
+    if trainer.world_size == 1:
+        return flag
+    mine = torch.tensor(int(flag), device=trainer.strategy.root_device)
+    return bool(trainer.strategy.reduce(mine, reduce_op="max"))
+
+
 def total_epochs(trainer: Trainer) -> int | None:
     """Return the number of epochs of the whole run; None if it is unlimited."""
     return None if trainer.max_epochs is None or trainer.max_epochs < 0 else trainer.max_epochs
@@ -83,24 +91,6 @@ def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
         # As in Lightning, an integer is a number of batches and a float is a fraction of the data.
         return min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     return limit if isinstance(limit, int) else None
-
-
-def refuse_late_validation(trainer: Trainer, batches: int | None) -> None:
-    """Raise ConfigError if an epoch has fewer batches than trainer.val_check_interval.
-
-    Args:
-        trainer: The Trainer.
-        batches: Number of batches of the training data per epoch; None if unknown.
-    """
-    interval, taken = trainer.val_check_interval, epoch_batches(trainer, batches)
-    if trainer.check_val_every_n_epoch is None or not isinstance(interval, int) or taken is None or interval <= taken:
-        return
-    raise config_error(
-        "trainer.val_check_interval",
-        got=f"{interval}, more than the {taken} batches of an epoch",
-        expected=f"at most {taken}",
-        fix="Add trainer.check_val_every_n_epoch=null to count the batches over all epochs",
-    )
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from exp.engine.progress import is_epoch_complete, total_epochs
+from exp.engine.progress import is_epoch_complete, is_on_any_rank, total_epochs
 from exp.engine.trial_record import TrialOfJob
 from exp.shared_types import Pruner
 
@@ -46,26 +44,17 @@ class Pruning(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A job that was killed after it was pruned must not train again.
-        if self.validations and self._agree(trainer, lambda: self._is_pruned(trainer)):
-            self._stop(trainer)
+        # Only rank 0 asks the pruner.
+        if self.validations and is_on_any_rank(trainer, trainer.is_global_zero and self._is_pruned(trainer)):
+            self.has_pruned = trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         self.validations += 1
-        if self.monitor in trainer.callback_metrics and self._agree(trainer, lambda: self._report(trainer)):
-            self._stop(trainer)
-
-    def _stop(self, trainer: Trainer) -> None:
-        self.has_pruned = trainer.should_stop = True
-
-    def _agree(self, trainer: Trainer, ask: Callable[[], bool]) -> bool:
-        """Call `ask` on rank 0, and return its result on all ranks."""
-        answer = trainer.is_global_zero and ask()
-        if trainer.world_size == 1:
-            return answer
-        flag = torch.tensor(int(answer), device=trainer.strategy.root_device)
-        return bool(trainer.strategy.reduce(flag, reduce_op="max"))
+        is_logged = self.monitor in trainer.callback_metrics
+        if is_logged and is_on_any_rank(trainer, trainer.is_global_zero and self._report(trainer)):
+            self.has_pruned = trainer.should_stop = True
 
     def _report(self, trainer: Trainer) -> bool:
         value, step = float(trainer.callback_metrics[self.monitor]), self.validations

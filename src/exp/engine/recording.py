@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exp.data.randomness import reseed_epoch
-from exp.engine.buffer import Recorded, StepBuffer, on_host_values
+from exp.engine.buffer import Recorded, on_host_values, take_to_host
 from exp.engine.checkpoint import State
 from exp.engine.datamodule import RunTrainer
 from exp.engine.module import TrainingModule
@@ -78,7 +78,7 @@ class StepRecording(Callback, ABC):
         self.stage_steps: dict[Stage, int] = {}
         self._skips = skips
         self._step_hooks = StepHooks(self.hooks, directory=directory)
-        self._buffer = StepBuffer()
+        self._buffer: list[Recorded] = []
         self._index = self._first = 0
         # Last learning rates of each optimizer, by phase.
         self._rates: dict[str | None, list[float]] = {}
@@ -182,7 +182,7 @@ class StepRecording(Callback, ABC):
     def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
         """Add a completed step to the buffer, and write the buffer if it is due."""
         self._index += 1
-        self._buffer.add(Recorded(self._index, record.size, losses, record.found, terms))
+        self._buffer.append(Recorded(self._index, record.size, losses, record.found, terms))
         if self._is_flush(self._index):
             self.flush(self._trainer)
 
@@ -197,17 +197,18 @@ class StepRecording(Callback, ABC):
         Raises:
             NonFiniteError: A loss is not finite.
         """
-        if not len(self._buffer):
+        if not self._buffer:
             return
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and precision.skips:
             # These values belong to the last buffered step.
-            last = self._buffer.last.values
+            last = self._buffer[-1].values
             last["precision/skipped_steps"] = precision.skipped_steps
             if is_scaled:
                 last["precision/loss_scale"] = precision.loss_scale
-        for step, losses in self._buffer.take(trainer.strategy):
+        steps, self._buffer = self._buffer, []
+        for step, losses in take_to_host(steps, trainer.strategy):
             if not self._skips:
                 refuse_lost(losses[0], step.index, is_scaled=is_scaled)
             self._take(step, losses)

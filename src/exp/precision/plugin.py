@@ -374,12 +374,9 @@ class TensorFloat32:
 
 def why_without_effect(device_type: str) -> str | None:
     """Return the reason why tf32 changes nothing on this device; None if it has an effect."""
-    if device_type != "cuda":
-        return f"{device_type} has no TensorFloat-32"
-    capability = torch.cuda.get_device_capability()
-    if capability < FIRST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, TensorFloat-32 begins with 8.0"
-    return None
+    if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
+        return None
+    return f"TensorFloat-32 needs a GPU of compute capability 8.0 or more, and the run uses {device_type}"
 
 
 @functools.cache

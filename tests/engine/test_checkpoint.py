@@ -123,7 +123,7 @@ def test_files_that_are_no_checkpoints_are_refused(written: Path, tmp_path: Path
             compressed.writestr(entry.filename, archive.read(entry))
     refuse("compressed entries")
     torch.save({"weight": torch.ones(1)}, path)
-    refuse("no state_dict")
+    refuse("no entry state_dict")
     torch.save({"state_dict": {}, "callbacks": {"x": Attack(tmp_path / "was_here")}}, path)
     refuse("would execute code")
     assert not (tmp_path / "was_here").exists()

@@ -207,9 +207,7 @@ def test_a_resumed_complete_run_says_how_to_train_longer(
         assert "nothing is left" not in caplog.text
         again = small_run.Small(tmp_path / f"again {limits}", callbacks=("ema",), **limits)
         again.fit(resume=whole.last)
-        assert (
-            f"nothing is left to train: {whole.last} has reached {reached}, which counts the whole run" in caplog.text
-        )
+        assert f"nothing is left to train: {whole.last} has reached {reached}, the limit of the whole" in caplog.text
         assert not again.values.seen
         assert all(torch.equal(tensor, again.weights()[name]) for name, tensor in whole.weights().items())
         assert again.trainer.global_step == whole.trainer.global_step
@@ -319,7 +317,7 @@ def test_a_best_without_its_file_is_forgotten(
     first.checkpointing.best_path.unlink()
     again = small_run.Small(tmp_path / "b", max_epochs=2)
     again.fit(resume=first.last)
-    assert "best value is looked for again" in caplog.text
+    assert "searches for a new best value" in caplog.text
     assert again.checkpointing.best["step"] == 14
     assert again.checkpointing.best_path.is_file()
 

@@ -209,11 +209,11 @@ def test_errors_of_patterns_are_reported_together() -> None:
     )
     assert found == [
         "optimizer.groups.a.parameters: 'haed.*' matches no parameter; expected a pattern of a parameter's name: "
-        "body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star: encoder.*",
-        "optimizer.groups: a and b both match body.bias; expected each parameter in one group. Narrow the patterns of one",
+        "body.weight, body.bias, head.weight, head.bias. The pattern of a whole layer is its name with a star: encoder.*",
+        "optimizer.groups: the groups a and b both match body.bias; expected each parameter in one group. Narrow the patterns of b",
         "optimizer.groups.c.parameters: missing; expected a pattern of parameter names, or a list of them",
         "optimizer.exempt_from_decay: 'norm' matches no parameter; expected norms, biases, or a pattern of a "
-        "parameter's name: body.weight, body.bias, head.weight, head.bias. A whole layer is its name with a star: "
+        "parameter's name: body.weight, body.bias, head.weight, head.bias. The pattern of a whole layer is its name with a star: "
         "encoder.*",
     ]
 
@@ -227,13 +227,15 @@ def test_frozen_parameters_are_in_no_group() -> None:
     assert "'body.*' matches only frozen parameters" in errors(network, {"slow": {"parameters": "body.*"}})[0]
     network.requires_grad_(False)
     assert errors(network, {}) == [
-        "model: all 4 parameters are frozen; expected at least one parameter to train. Or set train=false"
+        "model: all 4 parameters are frozen; expected at least one parameter to train, or train=false"
     ]
     assert "a model without parameters" in errors(nn.Flatten(), {})[0]
 
 
 def test_a_group_cannot_be_named_default() -> None:
-    assert "optimizer.groups.default: a group of this name" in errors(Net(), {"default": {"parameters": "*"}})[0]
+    assert (
+        "optimizer.groups.default: a group with the name default" in errors(Net(), {"default": {"parameters": "*"}})[0]
+    )
 
 
 def test_unknown_and_wrong_options_are_errors() -> None:

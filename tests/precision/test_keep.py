@@ -212,8 +212,8 @@ def errors(*overrides: str) -> list[str]:
 def test_wrong_patterns_and_dtypes_are_errors() -> None:
     lines = errors("model=lenet", "precision=bf16", "+precision.keep={haed: fp32, Conv3d: fp32}")
     assert [line.split(";")[0] for line in lines] == [
-        "precision.keep.haed: it matches no layer",
-        "precision.keep.Conv3d: it matches no layer",
+        "precision.keep.haed: the pattern matches no layer",
+        "precision.keep.Conv3d: the pattern matches no layer",
     ]
     assert "there are conv1, relu1, pool1" in lines[0]
     assert "Did you mean head?" in lines[0]

@@ -265,7 +265,7 @@ def test_an_optimizer_steps_in_half_precision(kind: Any) -> None:
 def test_a_wrong_fused_optimizer_is_refused() -> None:
     network = nn.Linear(32, 32).bfloat16()
     factory = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
-    with pytest.raises(ConfigError, match="fused SGD on CPU makes wrong steps"):
+    with pytest.raises(ConfigError, match="fused SGD on a CPU computes wrong steps"):
         Optimization(optimizer_factory=factory).make_optimizer(network)
 
 
@@ -295,7 +295,7 @@ def test_a_run_restores_the_switches_of_torch(parts: Callable[..., Parts], caplo
         assert switches() == before
         assert torch.get_default_dtype() == F32
     assert during[:2] == [("high", True), ("highest", False)]
-    assert "precision=tf32 changes nothing here and trains in float32: TensorFloat-32 needs a GPU" in caplog.text
+    assert "precision=tf32 has no effect, and the run trains in float32: TensorFloat-32 needs a GPU" in caplog.text
 
 
 class OwnLSTM(nn.LSTM):
@@ -311,7 +311,7 @@ def test_an_lstm_without_float16_runs_in_float32(
     built = parts("model=rnn", f"model.layers.recurrent._target_={kind}", *words)
     before = set(built.module.network.state_dict())
     fit(built)
-    assert "recurrent: an LSTM has no float16 on this CPU; it runs in float32" in caplog.text
+    assert "the LSTM recurrent runs in float32, because this CPU does not support float16" in caplog.text
     assert set(built.module.network.state_dict()) == before
 
 

@@ -99,7 +99,7 @@ def test_a_wrong_freeze_is_refused_with_the_closest_name():
     assert "freeze.parameters.1: 'ReLU' matches only layers without parameters" in message
     message = refused("freeze.parameters=[body]", "+freeze.unfreeze={2: [head]}")
     assert "freeze.unfreeze.2: 'head', which matches no frozen parameter" in message
-    assert "freeze.parameters: all trained parameters, until epoch 3" in refused(
+    assert "freeze.parameters: the patterns freeze all parameters until epoch 3" in refused(
         "freeze.parameters=['*']", "+freeze.unfreeze={3: [head]}"
     )
     assert "all 8 parameters are frozen" in refused("freeze.parameters=['*']")

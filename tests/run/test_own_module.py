@@ -385,7 +385,9 @@ def test_the_error_of_a_nan_loss_names_fixes_that_apply():
 
 
 def test_an_object_in_a_checkpoint_is_refused():
-    message = r"the checkpoint's mine\.net is a torch.* Have on_save_checkpoint of LitAdds add its state_dict\(\)"
+    message = (
+        r"the entry mine\.net of the checkpoint is a torch.* Have on_save_checkpoint of LitAdds add its state_dict"
+    )
     with pytest.raises(exp.RunError, match=message):
         fit("module={_target_: mine.LitAdds}", DATA, "trainer.max_epochs=1", "test=false")
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TRAIN_METRICS, TRAIN_LOSSES = "exp_train_metrics", "exp_train_losses"
 Value = TypeVar("Value")
-EXPECTED = "expected one number, or a panel of exp.hooks.panels"
+EXPECTED = "expected one number, or a panel such as exp.hooks.panels.Histogram"
 
 
 @dataclass(slots=True)
@@ -38,9 +38,8 @@ class Recorded:
     Attributes:
         index: Number of the step, counted from 1.
         size: Number of samples in the step's global batches.
-        losses: 0-d tensors, computed on this rank's part of the batch: the objective, then its terms if there are
-            several.
-        values: Values by tag: 0-d tensors on the device, floats, or panels.
+        losses: 0-d tensors, computed from the samples of this rank: the loss, then its terms if there are several.
+        values: Values of hooks and of the optimizer by tag: 0-d tensors on the device, floats, or panels.
         terms: Names of the computed terms. None means all terms.
         panels: Panels on the host by tag. `take_to_host` moves them from `values` to this dict.
     """
@@ -108,7 +107,7 @@ def _take_panels(steps: Sequence[Recorded]) -> None:
 
 def _one_number(tag: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise RunError(f"{tag} is a tensor of shape {list(value.shape)}; {EXPECTED}")
+        raise RunError(f"the value logged as {tag} is a tensor of shape {list(value.shape)}; {EXPECTED}")
     return value.reshape(())
 
 
@@ -116,7 +115,7 @@ def _float(tag: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise RunError(f"{tag} is {value!r}; {EXPECTED}") from error
+        raise RunError(f"the value logged as {tag} is {value!r}; {EXPECTED}") from error
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
@@ -150,8 +149,8 @@ def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
 class EpochValues(nn.Module):
     """Losses and metrics of one stage's epoch, collected on the device.
 
-    The mean of each term is weighted by its divisor. The result equals one call of the term over the whole stage. All
-    values are copied to the host together.
+    A batch gives the mean of each term and the divisor of this mean, such as the number of samples. The result for
+    the epoch equals the term computed from all samples of the stage at once. All values are copied to the host at once.
 
     Args:
         stage: Stage of the values.
@@ -159,10 +158,10 @@ class EpochValues(nn.Module):
         measures: Metrics of the stage.
 
     Attributes:
-        summed: Name and term of each addend of the loss, in the order of `add`. With phases, a term occurs once per
-            phase.
+        summed: Names and terms whose weighted sum is the loss, in the order of the means passed to `add`. With phases,
+            a term occurs once per phase.
         source: Stages of a pipeline, of which one rank has the outputs. None if this rank has the outputs.
-        leaves_out_lost: True if means that are not finite are left out.
+        leaves_out_lost: True if means that are nan or infinite are ignored.
     """
 
     def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], measures: Sequence[Measure]) -> None:
@@ -307,7 +306,7 @@ class EpochValues(nn.Module):
         return values
 
     def _from_source(self, make: Callable[[], Mapping[str, Value]]) -> Mapping[str, Value]:
-        """Call `make` on the rank that has the outputs, and return its result on every rank."""
+        """Return the result of the function `make`, which only the rank with the network's outputs calls."""
         if self.source is None:
             return make()
         return self.source.broadcast_output(make() if self.source.has_output else {})

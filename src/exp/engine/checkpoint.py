@@ -71,7 +71,7 @@ class AtomicCheckpointIO(CheckpointIO):
             RunError: An entry has a type that cannot be loaded again.
         """
         if storage_options is not None:
-            raise RunError("storage_options is not supported: checkpoints are local files")
+            raise RunError("storage_options is not supported, because exp writes checkpoints to local files")
         require_plain(checkpoint)
         self._save(checkpoint, Path(path))
 
@@ -80,7 +80,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(serialize(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Replace the file by a checkpoint, which may already be serialized."""
+        """Replace the file by a checkpoint, given as its content or as the bytes of its file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
             write_atomic(path, checkpoint, is_synced=self._is_synced)
@@ -211,12 +211,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
     """Return the content of a run's checkpoint. AtomicCheckpointIO.load_checkpoint documents the errors."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise RunError(f"{path} is not a checkpoint of a run: it has no state_dict")
+        raise RunError(f"{path} has no entry state_dict; expected a last.ckpt or best.ckpt of a run")
     manifest = checkpoint.get(MANIFEST)
     if isinstance(manifest, dict) and manifest["format"] > FORMAT:
         raise RunError(
-            f"{path} is of format {manifest['format']}, and this exp reads formats up to {FORMAT}: "
-            "a newer exp wrote it. Update exp to resume from it"
+            f"{path} was written by a newer version of exp, in format {manifest['format']}; expected a format up to "
+            f"{FORMAT}. Update exp to read this checkpoint"
         )
     return checkpoint
 
@@ -256,7 +256,7 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
     content = read_plain(path)
     if isinstance(content, Mapping) and not averaged:
         if CURRENT not in content:
-            raise RunError(f"{path} has no averaged weights; leave weights.averaged out")
+            raise RunError(f"{path} has no averaged weights. Leave weights.averaged=false out")
         content = content[CURRENT]
     if isinstance(content, Mapping):
         for place in (content, *(content[name] for name in PLACES if name in content)):
@@ -264,8 +264,8 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
             weights = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
             if weights:
                 return _without_prefixes(weights)
-    entries = f" It has {among(map(str, content))}" if isinstance(content, Mapping) else ""
-    raise RunError(f"{path} has no tensors by name; expected a state dict.{entries}")
+    entries = f". The file has the entries {among(map(str, content))}" if isinstance(content, Mapping) else ""
+    raise RunError(f"{path} contains no weights; expected a state dict, which maps names to tensors{entries}")
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -318,7 +318,7 @@ def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> No
         sync_directory(target.parent)
 
 
-def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of state_dict()") -> None:
+def require_plain(value: object, *, key: str = "", fix: str = "Leave the entry out of state_dict()") -> None:
     """Raise RunError for a value that is neither a tensor nor a plain value.
 
     torch saves such a value but fails when it loads the file.
@@ -341,8 +341,8 @@ def require_plain(value: object, *, key: str = "", fix: str = "Keep it out of st
             require_plain(item, key=f"{key}.{place}", fix=fix)
         return
     raise RunError(
-        f"the checkpoint's {key} is a {type(value).__module__}.{type(value).__qualname__}; expected tensors, numbers, "
-        f"texts, and lists or dicts of them, because nothing else can be read back. {fix}"
+        f"the entry {key} of the checkpoint is a {type(value).__module__}.{type(value).__qualname__}; expected a "
+        f"tensor, number, text, or a list or dict of them, because other objects cannot be loaded. {fix}"
     )
 
 
@@ -367,8 +367,8 @@ def _require_sound(path: Path) -> None:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
                 raise RunError(
-                    f"{path} has compressed entries ({packed[0]}), which torch does not write; a small file could fill "
-                    "the memory"
+                    f"the entry {packed[0]} of {path} is compressed; expected a file of torch.save, because a small "
+                    "compressed file could fill the memory"
                 )
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
@@ -377,4 +377,4 @@ def _require_sound(path: Path) -> None:
             "or save the file again"
         ) from error
     if damaged is not None:
-        raise RunError(f"{path} is damaged: the checksum of {damaged} is wrong. Use another checkpoint")
+        raise RunError(f"{path} is damaged: the checksum of its entry {damaged} is wrong. Use another checkpoint")

@@ -249,7 +249,7 @@ class Checkpointing(Callback):
         if not self.is_saving_best:
             return
         if not math.isfinite(value):
-            log.warning("%s is %s at step %d: not the best", self.monitor, value, trainer.global_step)
+            log.warning("%s is %s at step %d, which is never the best", self.monitor, value, trainer.global_step)
         elif is_better(value, self.best, mode=self.mode):
             place = {"step": trainer.global_step, "epoch": trainer.current_epoch}
             self.best = best_from({"metric": self.monitor, "value": value, **place}, self.best_path)
@@ -270,7 +270,7 @@ class Checkpointing(Callback):
         best = trainer.strategy.broadcast(best)
         if best is None and self.best is not None:
             log.warning(
-                "best.ckpt of step %d is missing: the best value is looked for again from here", self.best["step"]
+                "best.ckpt of step %d is missing. From now on, the run searches for a new best value", self.best["step"]
             )
         self.best = best
 
@@ -290,8 +290,8 @@ class Checkpointing(Callback):
             return
         if POSITION not in checkpoint:
             raise RunError(
-                f"{trainer.ckpt_path} has no position in the data, so no run can resume from it exactly; "
-                "expected a last.ckpt or best.ckpt of exp. It can be evaluated: train=false test=true"
+                f"{trainer.ckpt_path} has no position in the data, so a run cannot resume from the file exactly; "
+                "expected a last.ckpt or best.ckpt of exp. To evaluate the file, write train=false test=true"
             )
         position = Position.of(checkpoint[POSITION])
         checkpoint["loops"]["fit_loop"] = fit_loop_state(
@@ -316,7 +316,7 @@ def position_in(path: Path | str) -> Position | None:
     """Return the position saved in a checkpoint; None if the checkpoint has no position.
 
     Args:
-        path: Checkpoint that was checked for damage before.
+        path: Path of a checkpoint. Its checksums are not verified.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return Position.of(state[POSITION]) if POSITION in state else None
@@ -345,7 +345,7 @@ def is_better(value: float, best: Mapping[str, Any] | None, *, mode: Mode) -> bo
 
 
 def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stage) -> None:
-    """Add the loss and the metrics of a stage to `best["metrics"]`."""
+    """Add the loss and the metrics of a stage to the metrics of the best value."""
     best["metrics"] |= {tag: float(value) for tag, value in values.items() if split_tag(tag)[1] == stage}
 
 

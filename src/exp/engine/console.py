@@ -155,7 +155,7 @@ class View:
     latest: Mapping[str, float]
 
     def values(self) -> str:
-        """Return the latest values and the speed."""
+        """Return the latest values and the speed as text."""
         values = [f"{tag} {value:.4g}" for tag, value in self.latest.items()]
         if self.rate is not None:
             values.append(f"{self.rate:,.0f} steps/s" if self.rate >= 10 else f"{self.rate:.3g} steps/s")

@@ -93,8 +93,8 @@ class StagedData(LightningDataModule):
         batches = self.batches("train")
         if batches == 0:
             raise RunError(
-                "the training split has no batch; expected one or more. data.drop_last leaves out a short last batch: "
-                "set it to false, or data.batch_size to fewer samples"
+                "the training split has no batch; expected one or more. data.drop_last=true leaves out incomplete "
+                "batches. Set it to false, or decrease data.batch_size"
             )
         return self._make_batches("train")
 

@@ -31,9 +31,9 @@ class ExponentialMovingAverage(Callback):
     """Callback that averages the weights after each optimizer step.
 
     An update sets `average = decay * average + (1 - decay) * weights`. The first update copies the weights. Every
-    update copies frozen parameters. Buffers, such as the statistics of
-    BatchNorm, are not averaged. Steps that the optimizer skips because a gradient is not finite do not count. Averages
-    of half-precision weights are float32, because an update is often smaller than the precision of bfloat16.
+    update copies frozen parameters. Buffers, such as the statistics of BatchNorm, are not averaged. Steps that the
+    optimizer skips because a gradient is not finite do not count. Averages of half-precision weights are float32,
+    because an update is often smaller than the precision of bfloat16.
 
     The averages are used by validation within fit, in the `state_dict` of checkpoints, and in the module after fit.
     Training uses the weights. A resumed run restores averages and weights.
@@ -116,7 +116,7 @@ class ExponentialMovingAverage(Callback):
         self._current = {}
         if CURRENT not in checkpoint:
             self.average = {}
-            log.warning("the checkpoint has no averaged weights; the average starts with the weights that it has")
+            log.warning("the checkpoint has no averaged weights, so the average starts with its trained weights")
             return
         self.average = {name: _wide(checkpoint["state_dict"][name]) for name in _tensors(pl_module)}
         pl_module.load_state_dict(checkpoint[CURRENT])

@@ -107,7 +107,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return self.automatic_optimization.optim_progress.optimizer.step.total.completed
 
     def _find_step(self) -> LeanStep | None:
-        """Return the LeanStep for this execution; None if Lightning's own loop must run the rest of the training."""
+        """Return the parts of a step; None if Lightning's own loop must run the rest of the training."""
         if self.is_one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
@@ -116,7 +116,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         self.is_one_by_one = True
         log.log(
             logging.INFO if self.steps_per_execution is None else logging.WARNING,
-            "runtime.steps_per_execution is 1, and each step goes through Lightning's own loop: %s",
+            "runtime.steps_per_execution is 1 from now on, so each step uses the slower loop of Lightning: %s",
             reason,
         )
         return None
@@ -353,17 +353,16 @@ class LeanStep:
 
     place the batch                          on the device, if the strategy would also do so
     training_step                            under the precision's forward context
-    zero_grad                                at the first batch of a window; before training_step if no hook reads
-    gradients
+    zero_grad                                at the first batch of an optimizer step; before training_step, if no hook
+                                             reads gradients
     scale, backward                          with overridden on_before_backward and on_after_backward
-    at a window's last batch:
+    at the last batch of an optimizer step:
         unscale; overridden on_before_optimizer_step; clipping; optimizer step; update of the loss scale
 
-    A window is the batches of one optimizer step. If a strategy, a module or an optimizer overrides one of these parts,
-    its method is called as Lightning calls it.
+    If a strategy, a module or an optimizer overrides one of these parts, its method is called as Lightning calls it.
 
     Attributes:
-        accumulates: True if the last batch was not the last batch of its window.
+        accumulates: True if the optimizer step needs more batches after the last batch.
         batches: Number of batches per epoch; infinite if unknown.
         schedules: Schedules that step after each optimizer step, except ReduceLROnPlateau.
         plateau_by_step: True if a ReduceLROnPlateau schedule steps after each optimizer step.
@@ -400,7 +399,7 @@ class LeanStep:
         self._window = trainer.accumulate_grad_batches
 
     def run(self, batch: Batch, batch_idx: int, *, is_last: bool) -> None:
-        """Run forward and backward. At the last batch of a window, also run the optimizer step.
+        """Run forward and backward. At the last batch of an optimizer step, also run the optimizer.
 
         Args:
             batch: The batch.
@@ -576,7 +575,7 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
 
 
 def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> Iterator[str]:
-    """Yield a sentence for each part of another package that may act on a batch.
+    """Yield a sentence for each part of the Trainer that is not from exp and may act on a batch.
 
     Args:
         trainer: The Trainer.

@@ -49,7 +49,10 @@ from exp.strategies.whole_state import local_part
 
 
 class StepDivisors:
-    """Source of the divisors by which a step's losses are divided, computed over all of its micro-batches."""
+    """Computes the divisors of the losses of an optimizer step from all micro-batches of the step.
+
+    A divisor is the number of samples, or the sum of the weights of the targets.
+    """
 
     def __init__(self, module: TrainingModule) -> None:
         self._module = module
@@ -67,7 +70,10 @@ class StepDivisors:
         self._weights: StepWeights | None = None
 
     def of_batch(self, batch: Batch, batch_idx: int) -> Batch:
-        """Return a micro-batch with the divisors of its step. Every rank must call it at a step's first micro-batch."""
+        """Return a micro-batch with the divisors of its optimizer step.
+
+        Every rank must call this method at the first micro-batch of a step.
+        """
         trainer = self._trainer
         count = trainer.accumulate_grad_batches
         key = trainer.current_epoch, count
@@ -194,7 +200,7 @@ class TrainingModule(LightningModule):
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the objective on this rank's part of a batch, 0-d. Lightning divides it by the accumulated batches."""
+        """Return the loss of this rank's samples, 0-d. Lightning divides it by the number of accumulated batches."""
         count = self._trainer.accumulate_grad_batches
         if count != 1:
             batch = self.divisors.of_batch(batch, batch_idx)
@@ -210,7 +216,11 @@ class TrainingModule(LightningModule):
         return loss if own == count else loss * (count / own)
 
     def compute(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the values by name, the objective and its terms, without adding them to the epoch's sums."""
+        """Run the forward and the objective on a micro-batch. The sums of the epoch do not change.
+
+        Returns:
+            Values of the forward by name, the loss, and the terms of the loss by name.
+        """
         reseed(seed=self.seed, rank=self.rank, epoch=self._trainer.current_epoch, batch=batch_idx)
         observer = self.observer
         if observer.watches_forward:
@@ -311,7 +321,7 @@ class TrainingModule(LightningModule):
             self.restore_epoch(checkpoint)
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
-        """Return the objective of a batch with `run_network` called instead of the network, 0-d and not weighted.
+        """Return the loss of a batch, 0-d and not weighted. The callable `run_network` replaces the network.
 
         A compiled network runs uncompiled, because this method is called only once.
         """
@@ -320,7 +330,7 @@ class TrainingModule(LightningModule):
         return loss
 
     def runs(self) -> list[tuple[nn.Module, frozenset[str]]]:
-        """Return pairs of a module that steps run, and the needs of the terms that read the module's output."""
+        """Return the modules that a step calls, each with the needs of the terms that use the module's output."""
         return [(self.network, self.objective.needs)]
 
     def forward(self, *inputs: object, **named: object) -> object:

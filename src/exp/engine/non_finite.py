@@ -23,6 +23,7 @@ from exp.shared_types import Batch
 from exp.spelling import among
 from exp.strategies.whole_state import local_part
 
+NOT_FINITE = "weights or states of the optimizer are not finite after step"
 # All checkpoints are checked before they are written.
 NOT_SAVED = "This state is not saved, and all numbers in the saved checkpoints are finite"
 FIXES = (
@@ -57,7 +58,7 @@ def require_finite(state: State, names: frozenset[str], trainer: Trainer) -> Non
     found = broken_entries(state, names)
     if is_on_any_rank(trainer, bool(found)):
         what = among(found, count=6) if found else "tensors of other ranks"
-        raise NonFiniteError(f"not finite after step {trainer.global_step}: {what}. {NOT_SAVED}. {FIXES}")
+        raise NonFiniteError(f"{NOT_FINITE} {trainer.global_step}: {what}. {NOT_SAVED}. {FIXES}")
 
 
 def broken_entries(state: State, names: frozenset[str]) -> list[str]:

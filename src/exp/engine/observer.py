@@ -16,8 +16,8 @@ class StepResult(NamedTuple):
     """Result of a training step.
 
     Attributes:
-        loss: Objective on this rank's part of the batch, 0-d and detached. It is weighted so that the mean over ranks
-            equals the mean over samples. None before a window of phases has run.
+        loss: Loss of this rank's samples, 0-d and detached. It is weighted so that the mean over ranks equals the mean
+            over samples. With phases, None before the phases of the step have run.
         parts: Terms of the objective by name, with the same weight.
     """
 
@@ -26,12 +26,13 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Pass over the micro-batches of a window.
+    """Pass of a phase over the micro-batches of an optimizer step.
 
     Attributes:
-        phase: Name of the phase; None without phases, and between two windows. Default: None.
+        phase: Name of the phase. None in a run without phases, and between two optimizer steps. Default: None.
         places: Numbers that select the random stream of the pass; see exp.data.randomness.reseed. Default: ().
-        is_recorded: Whether this pass is recorded: the last pass of its phase in the step. Default: True.
+        is_recorded: Whether the values of this pass are recorded. If a phase is repeated, only its last pass in a step
+            is recorded. Default: True.
     """
 
     phase: str | None = None
@@ -73,7 +74,11 @@ class StepObserver:
         """Run after the optimizer step of a phase."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Run when a pass over the micro-batches begins. WHOLE_STEP marks the end of the last pass."""
+        """Run when a pass over the micro-batches begins.
+
+        Args:
+            turn: The pass. WHOLE_STEP means that the last pass of the step has ended.
+        """
 
     def evaluated(self, stage: Stage, values: Values) -> None:
         """Run for each evaluation batch that has samples on this rank."""

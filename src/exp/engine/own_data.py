@@ -119,8 +119,8 @@ class PositionedLoader:
         dataset = getattr(self.loader, "dataset", None)
         if (wanting := find_epoch_aware(dataset)) and getattr(self.loader, "persistent_workers", False):
             raise RunError(
-                f"{type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; expected "
-                "false, because persistent workers keep the data set of their first epoch"
+                f"the data set {type(wanting[0]).__name__} has set_epoch, and its loader has persistent_workers=True; "
+                "expected false, because persistent workers keep the data set of the first epoch"
             )
         set_epochs(wanting, epoch, seed=self._batches.seed)
         samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]

@@ -114,7 +114,7 @@ class OwnModule:
         return total_steps(self.trainer, self.limits, known), total_epochs(self.trainer)
 
     def begin(self) -> None:
-        """Record which tensors contain non-finite numbers intentionally. Call this method before the first step."""
+        """Record which tensors must stay finite. Call this method before the first step."""
         self._finite = finite_names(self.network)
 
     def require_finite(self, state: State) -> None:

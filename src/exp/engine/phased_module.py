@@ -90,7 +90,7 @@ class PhasedModule(TrainingModule):
         self._window = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep a micro-batch for the phases, which run at the end of the window. The returned 0 is not used."""
+        """Keep a micro-batch for the phases, which run after the last one of a step. The returned 0 is not used."""
         self._window.append((batch, batch_idx))
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
@@ -104,7 +104,7 @@ class PhasedModule(TrainingModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Callable[[], object] | None = None
     ) -> None:
-        """Run all phases over the window's micro-batches."""
+        """Run all phases over the micro-batches of the step."""
         if optimizer_closure is not None:
             optimizer_closure()
         window, self._window = self.divisors.of_step(self._window), []

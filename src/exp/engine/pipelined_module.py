@@ -175,7 +175,7 @@ class PipelinedModule(TrainingModule):
 
 
 def zero_from(output: object) -> Tensor:
-    """Return a 0 that depends on each tensor of an output. An empty micro-batch thus supports a backward."""
+    """Return a 0 that depends on each tensor of an output, as the loss of a micro-batch without samples."""
     return sum((tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 

@@ -50,7 +50,7 @@ class Predictions(Callback):
         held = len(next(iter(tensors_in(data))))
         found, others = as_arrays(outputs, held=held)
         if others and not self._batches and self.share == 0:
-            log.warning("predictions without outputs that are not tensors [B, ...]: %s", ", ".join(others))
+            log.warning("predictions leave out outputs that are not tensors [B, ...]: %s", ", ".join(others))
         # If a batch has fewer samples than there are ranks, some ranks get a placeholder batch of size 0.
         size = batch.size if isinstance(batch, Batch) else held
         self._arrays |= {f"{self._batches}.{name}": array[:size] for name, array in found.items()}
@@ -92,7 +92,7 @@ def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], lis
             others.append(name)
     if not found:
         raise RunError(
-            f"the network returned a {type(outputs).__name__}; expected a tensor [B, ...], or several by name"
+            f"the network returned a {type(outputs).__name__}; expected a tensor [B, ...], or a mapping of tensors"
         )
     return found, others
 

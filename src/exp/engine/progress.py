@@ -149,8 +149,8 @@ class Position:
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
     """Return the position in on_train_batch_start. For batch 0 it is also valid in on_train_epoch_start.
 
-    Within a window of accumulated batches, the position is the window's first batch. The parameters did not change
-    since this batch, so the same gradients are computed again.
+    If batches are accumulated, the position is the first batch of the current optimizer step. The parameters did not
+    change since this batch, so the same gradients are computed again.
     """
     again = batch_idx % trainer.accumulate_grad_batches
     return Position(

@@ -64,7 +64,7 @@ class Pruning(Callback):
         if is_pruned and is_epoch_complete(trainer) and trainer.current_epoch + 1 == total_epochs(trainer):
             return False  # the run is already complete, so it is not pruned
         if is_pruned:
-            log.info("pruned by %s at validation %d, with %s %.6g", self.pruner, step, self.monitor, value)
+            log.info("the pruner %s ends the job at validation %d: %s is %.6g", self.pruner, step, self.monitor, value)
         return is_pruned
 
     def _is_pruned(self, trainer: Trainer) -> bool:

@@ -160,7 +160,7 @@ class StepRecording(Callback, ABC):
         try:
             self._end_writing(trainer)
         except Exception:
-            log.exception("the heat maps cannot be drawn; the run ends with the earlier error")
+            log.exception("the heat maps cannot be drawn. The run ends with its earlier error")
 
     def _reseed(self, epoch: int) -> None:
         """Set the random generators of the hooks at the start of an epoch. Epoch -1 is the start of training."""
@@ -275,8 +275,8 @@ def require_loss(values: Mapping[str, float], stage: Stage) -> None:
     """Raise RunError if an evaluation computed no loss."""
     if f"loss/{stage}" not in values:
         raise RunError(
-            f"loss/{stage} has no value: no target of the {stage} samples counts; expected at least one target that "
-            "is not ignored, of a class with a weight above 0. Fix: check ignore_index and class_weights"
+            f"loss/{stage} has no value, because the objective ignores all targets of the {stage} samples; expected at "
+            "least one target that ignore_index and class_weights of the objective do not exclude"
         )
 
 
@@ -310,7 +310,7 @@ class Recording(StepRecording):
         self._start_window()
 
     def _start_window(self) -> None:
-        """Reset the state of a window: the batches of one optimizer step."""
+        """Reset the values of the current optimizer step."""
         # Loss and terms from which the gradients of the update were computed; None with phases.
         self._result: StepResult | None = None
         self._losses: list[Tensor] = []
@@ -325,7 +325,7 @@ class Recording(StepRecording):
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:
-        """Leave out losses that are not finite, for a caller that ends the training. Call this method after `setup`."""
+        """Leave nan and infinite losses out of the epoch's mean, instead of ending the run. Call this after `setup`."""
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,7 +45,7 @@ def switch_on(
     Args:
         network: The network.
         runtime: Settings of the config's node `runtime`.
-        runs: Pairs of a module that steps run, and the needs of the terms that read its output.
+        runs: Modules that a step calls, each with the needs of the terms that use the module's output.
     """
     if runtime.channels_last:
         put_channels_last(network)
@@ -72,7 +72,7 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
     _compiled.add(network)
     if needs & EAGER:
         log.warning(
-            "terms of the objective need %s, which a compiled network does not support: their steps run uncompiled",
+            "terms of the objective need %s, which a compiled network does not support. Their steps run uncompiled",
             ", ".join(sorted(needs & EAGER)),
         )
 

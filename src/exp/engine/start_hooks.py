@@ -61,7 +61,7 @@ class StartHooks(Callback):
         current = list(_schedules(trainer))  # a callback may have replaced schedules
         for schedule, lengths in self._lengths:
             if schedule in current and take_length(schedule, lengths) and trainer.is_global_zero:
-                log.info("the learning rates of %s change with the length of the run", type(schedule).__name__)
+                log.info("the new length of the run changes the learning rates of %s", type(schedule).__name__)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._restore is not None:

@@ -77,7 +77,7 @@ class StepRecord:
         size: Number of samples in the step's global batches so far.
         batch_idx: Number of the last micro-batch in the epoch.
         data: Data of the last micro-batch.
-        weight: Weight of the last micro-batch.
+        weight: Weight of the last micro-batch's loss.
         batches: Micro-batches with their numbers; empty if no hook needs them.
         losses: Losses of the micro-batches; empty if no hook needs them.
         found: Values of hooks by tag.
@@ -178,7 +178,7 @@ class StepHooks(StepObserver):
                 try:
                     hook.on_error(error, step)
                 except Exception:
-                    log.exception("hooks.%s failed in on_error; the run ends with the earlier error", name)
+                    log.exception("on_error of hooks.%s failed. The run ends with its earlier error", name)
 
     # --- the step, as Recording reports it ---
 
@@ -436,5 +436,5 @@ def values_of(
         if owners.get(tag) != own:
             owner = ENGINE if tag.partition("/")[0] in ENGINE_TAGS else owners.setdefault(tag, own)
             if owner != own:
-                raise RunError(f"{own} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename it")
+                raise RunError(f"{own} logs {tag}, a tag of {owner}; expected a tag that is not in use. Rename the tag")
     return found

@@ -70,7 +70,7 @@ class Stopping(Callback):
         if self._is_restored:  # the checkpoint was loaded, but no training began
             self._is_restored = False
             log.warning(
-                "nothing is left to train: %s has reached %s, which counts the whole run. Raise it to train longer",
+                "nothing is left to train: %s has reached %s, the limit of the whole run. Raise this limit",
                 trainer.ckpt_path,
                 self.reason(trainer),
             )

@@ -93,10 +93,10 @@ def report_unreadable(directory: Path) -> Iterator[None]:
     except ExpError:
         raise
     except Exception as error:  # another program may have written to the journal
-        path = os.path.relpath(directory / JOURNAL)
+        got = f"{os.path.relpath(directory / JOURNAL)} cannot be read ({one_line(error)})"
         fix = "Restore the file, or start a new sweep"
         expected = "the record of the search as Optuna wrote it"
-        raise config_error("sweep.resume", got=f"{path}: {one_line(error)}", expected=expected, fix=fix) from error
+        raise config_error("sweep.resume", got=got, expected=expected, fix=fix) from error
 
 
 class TrialOfJob:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from exp.engine.module import TrainingModule
-from exp.errors import ErrorDetails, unsuitable
+from exp.errors import ErrorDetails
 from exp.models.freezing import Freezing, held_norms
 from exp.spelling import among
 
@@ -68,8 +68,9 @@ def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetai
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
-    expected, fix = "a parameter that is trained in the first epoch", "Leave the head out of the patterns"
-    return [unsuitable("freeze.parameters", "all trained parameters", f"until epoch {first}", expected, fix)]
+    got = f"the patterns freeze all parameters until epoch {first}"
+    fix = "Leave one layer, such as the head, out of the patterns"
+    return [ErrorDetails("freeze.parameters", got, "a parameter that is trained in the first epoch", fix)]
 
 
 def _wrap_again(trainer: Trainer, module: nn.Module) -> None:

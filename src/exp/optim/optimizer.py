@@ -127,11 +127,11 @@ class Optimization:
         half, factory = (torch.float16, torch.bfloat16), self.optimizer_factory
         is_sgd = factory.func.__name__ == "SGD"
         if is_sgd and any(one.device.type == "cpu" and one.dtype in half for one in trained):
-            return "for parameters in half precision", "torch's fused SGD on CPU makes wrong steps there"
+            return "for parameters in half precision", "torch's fused SGD on a CPU computes wrong steps for them"
         if sparse_parameters(network) & {id(parameter) for parameter in trained}:
-            return "with a layer that has sparse=true", "no fused kernel takes sparse gradients"
+            return "with a layer that has sparse=true", "fused optimizers do not support sparse gradients"
         if is_sgd and self.begins_late and any([factory.keywords.get("momentum"), *momenta]):
-            return "with freeze.unfreeze", "torch's fused SGD takes momenta that begin in one step"
+            return "with freeze.unfreeze", "torch's fused SGD needs the momenta of all parameters from the same step on"
         return None
 
 

@@ -54,7 +54,7 @@ def parameter_groups(
     if not taken:
         frozen = sum(not one.requires_grad for one in network.parameters())
         got = f"all {frozen} parameters are frozen" if frozen else "a model without parameters"
-        raise config_error("model", got=got, expected="at least one parameter to train", fix="Or set train=false")
+        raise config_error("model", got=got, expected="at least one parameter to train, or train=false")
     known = everything if shared else taken
     errors: list[ErrorDetails] = []
     owners = _owners(network, taken, known, groups, errors)
@@ -118,11 +118,11 @@ def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, w
         words: Words that are valid instead of a pattern, for the message.
     """
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
-        return ErrorDetails(key, f"{pattern!r} matches only frozen parameters", "parameters that are trained")
+        return ErrorDetails(key, f"{pattern!r} matches only frozen parameters", "a pattern of trained parameters")
     shown = among([names[0] for names in trained.values()], count=6)
     expected, fix = (
         f"{words}a pattern of a parameter's name: {shown}",
-        "A whole layer is its name with a star: encoder.*",
+        "The pattern of a whole layer is its name with a star: encoder.*",
     )
     return ErrorDetails(key, f"{pattern!r} matches no parameter", expected, fix)
 
@@ -141,8 +141,8 @@ def _owners(
     """
     key = "optimizer.groups"
     if REST in groups:
-        expected = "another name: this group holds unmatched parameters"
-        errors.append(ErrorDetails(f"{key}.{REST}", "a group of this name", expected))
+        expected = "another name, because the group of the unmatched parameters has this name"
+        errors.append(ErrorDetails(f"{key}.{REST}", f"a group with the name {REST}", expected))
     found: dict[nn.Parameter, str] = {}
     for group, options in groups.items():
         place = f"{key}.{group}.parameters"
@@ -154,8 +154,8 @@ def _owners(
         errors += [_no_match(network, taken, one, key=place) for one in patterns if not _match(known, one)]
         for parameter, names in taken.items():
             if matches_any(names, patterns) and (other := found.setdefault(parameter, group)) != group:
-                got = f"{other} and {group} both match {' = '.join(names)}"
-                errors.append(ErrorDetails(key, got, "each parameter in one group", "Narrow the patterns of one"))
+                got = f"the groups {other} and {group} both match {' = '.join(names)}"
+                errors.append(ErrorDetails(key, got, "each parameter in one group", f"Narrow the patterns of {group}"))
     return {parameter: found.get(parameter, REST) for parameter in taken}
 
 

@@ -115,7 +115,7 @@ class PhaseOptimizers(Optimizer):
         self._gather()
 
     def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
-        raise RunError("the optimizers of phases were stepped together; each phase steps its own")
+        raise RunError("PhaseOptimizers.step was called; expected a step of each phase's own optimizer")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all phases, so that no phase uses the gradients of another phase."""
@@ -128,12 +128,12 @@ class PhaseOptimizers(Optimizer):
     def load_state_dict(self, state_dict: State) -> None:
         """Load the state of each phase's optimizer. Raise RunError if the state has different phases."""
         if "phases" not in state_dict:
-            raise RunError("the checkpoint is of a run without phases; expected one with this run's phases")
+            raise RunError("the checkpoint is of a run without phases; expected one of a run with the same phases")
         states = state_dict["phases"]
         if states.keys() != self.optimizers.keys():
             raise RunError(
                 f"the checkpoint has the optimizers of the phases [{', '.join(states)}]; expected those of "
-                f"[{', '.join(self.optimizers)}]. Repeat the overrides of that run"
+                f"[{', '.join(self.optimizers)}]. Repeat the overrides of the run that wrote the checkpoint"
             )
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(states[name])

@@ -132,7 +132,7 @@ def build_schedule(
     given = factory.keywords
     if given.get("total_steps") is not None and given.get("epochs") is not None:
         got = f"{given['epochs']}, and total_steps is {given['total_steps']}"
-        raise config_error(f"{key}.epochs", got=got, expected="one of the two: torch would take total_steps")
+        raise config_error(f"{key}.epochs", got=got, expected="only one of the two, because torch would ignore epochs")
     options: dict[str, int] = {}
     if needs_total(factory):
         if total_steps is None:
@@ -203,8 +203,8 @@ def take_length(schedule: LRScheduler, lengths: State) -> bool:
         reason = f"{name} stores its length in its state"
     raise config_error(
         "trainer.max_epochs",
-        got="another length than before the resume",
-        expected=f"the same length: {reason}",
+        got="the run has another length than before the resume",
+        expected=f"the same length, because {reason}",
         fix="A longer run needs a schedule that is a function of the steps, such as scheduler=cosine",
     )
 
@@ -258,7 +258,7 @@ def _require_length(total_steps: int | None) -> int:
 
 
 def _unknown_length(interval: Unit, *, key: str, is_part: bool) -> ConfigError:
-    got, fix = "null in a part of another schedule, which is not as long as the run", None
+    got, fix = "null, in a part of another schedule, which may be shorter than the run", None
     if not is_part:
         limit = "trainer.max_epochs" if interval == "epoch" else "trainer.max_epochs or trainer.max_steps"
         got, fix = "null, and the length of the run is not known", f"Or set {limit}"

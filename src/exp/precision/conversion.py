@@ -94,11 +94,10 @@ def attach_edges(
 
 
 class Ends:
-    """Stores the outputs of kept layers before they are rounded.
+    """Storage of the outputs of kept layers (precision.keep) before they are rounded to half precision.
 
-    It replaces the rounded tensors in the network's output.
-
-    The loss therefore receives the exact outputs of kept layers at the end of the network.
+    If a kept layer gives an output of the network, its exact output replaces the rounded one there. The loss therefore
+    receives exact values.
 
     The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers. It
     detects which of them are outputs of the network. Later calls store only these. If a strategy runs the layers
@@ -179,9 +178,8 @@ class Edge:
 class Entrance:
     """The hooks of the whole network, if the precision changes the dtype of parameters.
 
-    Floating-point inputs are converted.
-
-    The hooks convert the inputs and not the batch, so that targets stay exact. They also set the default dtype, so that
+    The hooks convert floating-point inputs of the network. They do not convert the batch, so that targets stay exact.
+    They also set the default dtype, so that
     tensors created without a dtype (torch.zeros(n)) have the network's dtype.
 
     The hooks are never compiled, because torch.compile would make separate graphs of them.
@@ -206,7 +204,7 @@ class Entrance:
 
 
 def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
-    """Attach both hooks.
+    """Attach the hooks `enter` and `leave` to a module.
 
     With always_call, `leave` undoes the changes of `enter` even if the forward raises an error.
     """

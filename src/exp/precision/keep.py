@@ -31,7 +31,7 @@ def kept_layers(
     """
     modules = dict(network.named_modules())
     raise_errors(
-        unmatched_error(pattern, network, key=f"{KEY}.{pattern}", got="it matches no layer")
+        unmatched_error(pattern, network, key=f"{KEY}.{pattern}", got="the pattern matches no layer")
         for pattern in keep
         if not any(matches(name, module, pattern) for name, module in modules.items())
     )
@@ -47,8 +47,8 @@ def kept_layers(
         for parameter_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             first, before = owners.setdefault(parameter, (f"{name}.{parameter_name}", dtype))
             if before != dtype:
-                got = f"{first} and {name}.{parameter_name} are one parameter, and only one of the modules is kept"
-                raise config_error(KEY, got=got, expected="both or neither of them")
+                got = f"{first} and {name}.{parameter_name} are one parameter, and only one of the layers is kept"
+                raise config_error(KEY, got=got, expected="patterns that match both layers or neither")
     return kept
 
 

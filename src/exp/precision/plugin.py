@@ -37,7 +37,7 @@ class RunPrecision(Precision):
 
     Code that steps several optimizers in one batch (phases) follows PyTorch's AMP notes:
 
-        precision.scale(loss).backward()               # a training step runs under autocast, backward must not
+        precision.scale(loss).backward()               # outside of autocast
         precision.unscale(optimizer)                   # once per optimizer, before hooks and clipping
         precision.step(optimizer)                      # skipped if a gradient is not finite
         precision.update()                             # once per step, after all optimizers
@@ -156,7 +156,7 @@ class RunPrecision(Precision):
         if self.word.float8:
             names = convert_linear(network, kept=kept)
             if names or not self._has_converted:
-                log.info("float8: %s", ", ".join(names) or "no linear layer")
+                log.info("layers that compute in float8: %s", ", ".join(names) or "none")
             self._has_converted = True
         return module
 
@@ -236,12 +236,12 @@ class RunPrecision(Precision):
         self._has_logged = True
         for name in self._keep(network).keys() - self.keep.keys():
             lacking = str(self.word.autocast).removeprefix("torch.")
-            log.warning("%s: an LSTM has no %s on this CPU; it runs in float32", name, lacking)
+            log.warning("the LSTM %s runs in float32, because this CPU does not support %s for LSTMs", name, lacking)
         if self.word.tf32:
             if reason := why_without_effect(self.device_type):
-                log.warning("precision=tf32 changes nothing here and trains in float32: %s", reason)
+                log.warning("precision=tf32 has no effect, and the run trains in float32: %s", reason)
             elif "fp32" in self.keep.values():
-                log.warning("precision.keep cannot keep fp32 under tf32, which applies to the whole process")
+                log.warning("fp32 in precision.keep has no effect with precision=tf32")
 
 
 class ScaledPrecision(RunPrecision):

@@ -70,10 +70,10 @@ class Word:
         """Yield an error for each setting of precision.scaler that this precision does not support."""
         enabled, key = scaler["enabled"], "precision.scaler"
         if enabled is not None and enabled is not self.needs_scaler:
-            expected = "false: only fp16 has a loss scale, for the float16 gradients of float32 parameters"
+            expected = "false, because only fp16 needs a loss scale"
             if self.needs_scaler:
-                expected = "true: gradients below 6e-8 become 0 in float16"
-            fix = f"Choose precision={self.name}, which sets both"
+                expected = "true, because gradients below 6e-8 become 0 in float16"
+            fix = f"Leave {key}.enabled out: precision={self.name} sets it"
             yield not_supported_with(f"{key}.enabled", enabled, self.name, expected, fix)
         elif not self.needs_scaler:
             for name, default in SCALER.items():
@@ -85,21 +85,21 @@ class Word:
     def device_errors(self, accelerator: str) -> list[ErrorDetails]:
         """Return an error if the device (cpu, cuda or mps) does not support this precision; otherwise an empty list."""
         if accelerator == "mps" and (self.needs_scaler or self.double):
-            reason = "it has no kernels for the loss scale of fp16" if self.needs_scaler else "it has no float64"
-            return [not_supported_with(KEY, self.name, "mps", f"fp32 or bf16: {reason}", BF16)]
+            reason = "mps does not support the loss scale of fp16" if self.needs_scaler else "mps has no float64"
+            return [not_supported_with(KEY, self.name, "mps", f"fp32 or bf16, because {reason}", BF16)]
         error = float8_error(accelerator) if self.float8 else None
         return [error] if error is not None else []
 
     def optimizer_errors(self, optimizer: Optimizer) -> list[ErrorDetails]:
         """Return an error if the optimizer cannot step in the dtypes of this precision; otherwise an empty list."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
-            return [not_supported_with(KEY, self.name, "LBFGS", "bf16 or fp32: LBFGS cannot skip a step", BF16)]
+            return [not_supported_with(KEY, self.name, "LBFGS", "bf16 or fp32, because LBFGS cannot skip a step", BF16)]
         if self.parameters is not torch.float16:
             return []
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if eps is not None and 0 < eps < SMALLEST_HALF:
-                expected = f"{SMALLEST_HALF:.0e} or more: in float16 it is 0, and the step divides by it"
+                expected = f"{SMALLEST_HALF:.0e} or more, because the optimizer divides by eps, which is 0 in float16"
                 fix = "Write optimizer.eps=1e-4, or precision=fp16 or bf16_true"
                 return [not_supported_with("optimizer.eps", f"{eps:g}", f"precision={self.name}", expected, fix)]
         return []

@@ -27,7 +27,7 @@ from exp.engine import checkpoint, checkpointing
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule, clip
-from exp.engine.non_finite import FIXES, NOT_SAVED, broken_entries, finite_names, refuse_lost
+from exp.engine.non_finite import FIXES, NOT_FINITE, NOT_SAVED, broken_entries, finite_names, refuse_lost
 from exp.engine.progress import Position
 from exp.engine.recording import LATEST, STATE, is_shown, require_loss
 from exp.engine.stopping import STATE as SECONDS
@@ -405,7 +405,7 @@ class Member:
         }
         if broken := broken_entries(found, self._finite):
             what = among(broken, count=6)
-            raise NonFiniteError(f"not finite after step {step}: {what}. {NOT_SAVED}. {FIXES}")
+            raise NonFiniteError(f"{NOT_FINITE} {step}: {what}. {NOT_SAVED}. {FIXES}")
         return found
 
     def save(self) -> None:

@@ -56,7 +56,7 @@ def test_plain_values_are_read_back(written: Path) -> None:
     ids=["path", "module", "partial", "set"],
 )
 def test_other_values_are_not_written(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(RunError, match=r"callbacks\.mine.* is a .*Keep it out of state_dict"):
+    with pytest.raises(RunError, match=r"callbacks\.mine.* is a .*Leave the entry out of state_dict"):
         AtomicCheckpointIO().save_checkpoint({"callbacks": {"mine": {"value": value}}}, tmp_path / "x.ckpt")
     assert not list(tmp_path.iterdir())
 
@@ -121,7 +121,7 @@ def test_files_that_are_no_checkpoints_are_refused(written: Path, tmp_path: Path
     with zipfile.ZipFile(written) as archive, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as compressed:
         for entry in archive.infolist():
             compressed.writestr(entry.filename, archive.read(entry))
-    refuse("compressed entries")
+    refuse("is compressed")
     torch.save({"weight": torch.ones(1)}, path)
     refuse("no entry state_dict")
     torch.save({"state_dict": {}, "callbacks": {"x": Attack(tmp_path / "was_here")}}, path)

@@ -109,15 +109,6 @@ def test_a_model_that_torch_never_compiles_is_refused() -> None:
     assert "a model that is a Flatten of torch itself, which torch never compiles" in str(error)
 
 
-def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    (error,) = compile_errors(small(), backend="inductor", accelerator="cpu")
-    assert error.got == "inductor, on a machine without a C++ compiler"
-    assert not list(compile_errors(small(), backend="inductor", accelerator="cuda"))
-    assert not list(compile_errors(small(), backend="aot_eager", accelerator="cpu"))
-
-
 def test_a_compile_mode_needs_inductor_on_cuda() -> None:
     (error,) = compile_errors(small(), backend="aot_eager", mode="reduce-overhead", accelerator="cuda")
     assert error.got == "reduce-overhead with aot_eager on cuda"

@@ -179,7 +179,7 @@ def test_a_schedule_without_effect_is_not_created() -> None:
         (functools.partial(Cosine, total_steps=None), {"interval": "epoch"}, "expected a number of epochs. Or set trainer.max_epochs"),
         (functools.partial(Cosine, total_steps=5, warmup_steps=5), {}, "scheduler.warmup_steps: 5; expected fewer than the 5 steps of the run"),
         (functools.partial(Cosine, total_steps=5, warmup_steps=1, warmup_fraction=0.5), {}, "scheduler.warmup_fraction: 0.5, and warmup_steps is 1; expected one of the two"),
-        (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, epochs=3, steps_per_epoch=4, total_steps=5), {}, "scheduler.epochs: 3, and total_steps is 5; expected one of the two"),
+        (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, epochs=3, steps_per_epoch=4, total_steps=5), {}, "scheduler.epochs: 3, and total_steps is 5; expected only one of the two"),
         (functools.partial(lr_scheduler.OneCycleLR, max_lr=1.0, steps_per_epoch=4), {}, "scheduler.steps_per_epoch: 4, and OneCycleLR refused its values"),
         (functools.partial(OneCycle, total_steps=5, pct_start=2.0), {}, "scheduler.pct_start: 2.0, and OneCycle refused its values"),
     ],

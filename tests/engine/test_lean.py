@@ -314,8 +314,8 @@ def test_callbacks_of_steps_keep_lightnings_loop(
         "the callback LearningRateMonitor acts at every step, in on_train_batch_start": {
             "callbacks": (LearningRateMonitor(),)
         },
-        "the profiler SimpleProfiler is not exp's": {"profiler": "simple"},
-        "the hook refusing needs one_step_a_call": {"hooks": {"refusing": Refusing()}},
+        "the profiler SimpleProfiler is not a class of exp": {"profiler": "simple"},
+        "the hook refusing needs one step per call of the loop": {"hooks": {"refusing": Refusing()}},
     }
     for number, (reason, plan) in enumerate(cases.items()):
         for count in (None, 5):

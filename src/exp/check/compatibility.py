@@ -41,15 +41,15 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "optimizer.groups sets their learning rate",
     ),
     callbacks.WeightAveraging: (
-        "which averages the weights outside of exp's checkpoints",
-        "callbacks=[ema] averages them, and validation, best.ckpt and the test use the average",
+        "which exp replaces by its callback ema",
+        "callbacks=[ema] averages the weights, and validation, best.ckpt and the test use the average",
     ),
     callbacks.StochasticWeightAveraging: (
-        "which averages the weights outside of exp's checkpoints",
-        "callbacks=[ema] averages them, and validation, best.ckpt and the test use the average",
+        "which exp replaces by its callback ema",
+        "callbacks=[ema] averages the weights, and validation, best.ckpt and the test use the average",
     ),
     callbacks.ModelPruning: (
-        "which changes the weights after their validation, so that best.ckpt has other weights than the validated ones",
+        "which changes weights after a validation, so that best.ckpt would not have the validated weights",
         "torch.nn.utils.prune prunes the weights of a finished run",
     ),
     callbacks.GradientAccumulationScheduler: (
@@ -219,7 +219,7 @@ def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> 
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
-                yield unsuitable(key, kind.__name__, why, "a callback of one run", fix)
+                yield unsuitable(key, kind.__name__, why, "a callback that a run supports", fix)
         if kind is callbacks.BaseFinetuning:
             expected = "a class of yours that says what it freezes"
             yield ErrorDetails(key=key, got="BaseFinetuning itself", expected=expected, fix="Or write freeze.unfreeze")

@@ -172,7 +172,7 @@ class Checkpointing(Callback):
             return
         is_window = batch_idx % trainer.accumulate_grad_batches == 0
         every = self.every_n_steps
-        # `step % every` would miss a step within a window of accumulated batches.
+        # `step % every` would miss a step at which batches are still accumulated.
         by_steps = every is not None and step // every > self._saved_step // every
         is_due = is_window and (batch_idx == 0 or by_steps or self.is_wanted)
         if is_due or self._is_better:

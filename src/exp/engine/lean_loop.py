@@ -568,7 +568,7 @@ def _reasons(trainer: RunTrainer) -> Iterator[str]:
     for callback in trainer.callbacks:
         for name, hook in getattr(callback, "hooks", {}).items() if is_own(callback) else ():
             if NEED in hook.all_needs:
-                yield f"the hook {name} needs {NEED}"
+                yield f"the hook {name} needs one step per call of the loop"
     strategy = trainer.strategy
     if is_own(strategy) and strategy.handles_gradient_accumulation:
         yield f"the strategy {type(strategy).__name__} accumulates gradients itself"
@@ -600,7 +600,7 @@ def foreign_parts(trainer: RunTrainer, hooks: Sequence[str], *, often: str) -> I
     }
     for word, (part, is_known) in parts.items():
         if not is_known:
-            yield f"the {word} {type(part).__name__} is not exp's"
+            yield f"the {word} {type(part).__name__} is not a class of exp"
 
 
 def is_own(part: object) -> bool:

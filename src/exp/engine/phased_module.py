@@ -1,6 +1,6 @@
 """Training module of a run with phases: several backward passes and several optimizers in one step.
 
-for each micro-batch of a window (trainer.accumulate_grad_batches)        Lightning's loop
+for each micro-batch of a step (trainer.accumulate_grad_batches)          Lightning's loop
     training_step                         keeps the micro-batch; backward and zero_grad do nothing
 at the last micro-batch: optimizer_step
     for each phase that is due, repeats times
@@ -10,9 +10,9 @@ at the last micro-batch: optimizer_step
     simultaneous phases: one forward, all backwards, then the optimizers
 schedules, on_train_batch_end             Lightning's loop
 
-A window is one step of the Trainer, whatever its number of optimizers. The x axis, max_steps, checkpoints, positions
-and schedules count windows. Only public hooks of LightningModule are overridden. Manual optimization is not used,
-because Lightning 2.6.6 then rejects accumulate_grad_batches and counts each optimizer step as a step of the run.
+All phases together are one step of the Trainer. The x axis, max_steps, checkpoints, positions and schedules count
+these steps. Only public hooks of LightningModule are overridden. Manual optimization is not used, because Lightning
+2.6.6 then rejects accumulate_grad_batches and counts each optimizer step as a step of the run.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class PhasedModule(TrainingModule):
         if not (ran and self.precision.has_skipped(scheduler.optimizer.optimizers[name])):
             schedule.step()
 
-    # --- a window ---
+    # --- an optimizer step ---
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -36,9 +35,6 @@ from exp.launch.supervision import POLL_SECONDS, collect_signals
 from exp.signals import ENDING, SUPERVISED
 
 Result = TypeVar("Result")
-# The limit for the folder of temporary files. The path of a socket has at most 107 bytes, and multiprocessing appends
-# 32 bytes to the folder (Python 3.11).
-MAX_FOLDER_BYTES = 70
 CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" else multiprocessing.get_context("spawn")
 
 
@@ -158,19 +154,17 @@ def start_server(module: str) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(import_path()), "PYTHONSAFEPATH": "1"}
     before = {name: value for name, value in os.environ.items() if name in variables}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    folder = tempfile.tempdir
     try:
-        if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
-            tempfile.tempdir = "/tmp"
         # The resource tracker is started first, because starting it unblocks signals (Python 3.11).
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         os.environ.update(variables)
         forkserver.ensure_running()
     except OSError as error:
-        raise RunError(f"the process that starts the jobs cannot be started: {describe_exception(error)}") from error
+        # The path of a socket has at most 107 bytes, and multiprocessing appends 32 bytes to TMPDIR (Python 3.11).
+        what = f"the process that starts the jobs cannot be started: {describe_exception(error)}"
+        raise RunError(f"{what}. If a path is too long, set the environment variable TMPDIR=/tmp") from error
     finally:
-        tempfile.tempdir = folder
         for name in variables:
             os.environ.pop(name, None)
         os.environ.update(before)

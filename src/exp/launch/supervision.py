@@ -132,7 +132,6 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
             return _after_signal(failures, received[0], late=late)
         if not failures:
             return None
-        failures += _early_exits(ranks, failures)
         cause = first_cause(failures, silent=silent)
         return dataclasses.replace(cause, detail=late) if cause.kind == "interrupted" else cause
     finally:
@@ -202,17 +201,6 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
         failure = read_failure(exchange, rank=rank.rank) or read_hang(exchange, rank=rank.rank)
         found.append(failure or death(rank=rank.rank, returncode=returncode, detail=end_of(rank.log)))
     return found
-
-
-def _early_exits(ranks: Sequence[RankProcess], failures: Sequence[Failure]) -> list[Failure]:
-    """Return a failure for each rank that exited with status 0, if all other failures are of the kind "peer".
-
-    The early exit of such a rank caused the failures of the other ranks.
-    """
-    if any(failure.kind != "peer" for failure in failures):
-        return []
-    left = [rank for rank in ranks if rank.process.poll() == 0]
-    return [death(rank=rank.rank, returncode=0, detail=end_of(rank.log)) for rank in left]
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:

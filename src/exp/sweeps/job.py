@@ -34,17 +34,12 @@ MODULES = (
     "exp.start",
     "exp.check.step_flops",
     "exp.data.digits",
-    "exp.hooks.gradients",
     "exp.hooks.memory",
     "exp.hooks.throughput",
-    "exp.objectives.metrics",
     "exp.report_pictures",
     "exp.strategies.auto",
-    "exp.sweeps.job",
     "exp.tensorboard.logger",
-    # Imported lazily by the first operator on the meta device (0.2 s), random numbers, class counts and pictures.
-    "torch.fx.experimental.symbolic_shapes",
-    "numpy.random",
+    # Imported lazily for class counts and pictures.
     "numpy.ma",
     "PIL.PngImagePlugin",
 )

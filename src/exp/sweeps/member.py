@@ -23,15 +23,12 @@ from exp.check.plan import Plan
 from exp.config.frozen import read_overrides
 from exp.config.settings import Settings, settings_of
 from exp.construct import build_loggers, build_network, build_objective, build_optimization, build_starting_network
-from exp.engine import checkpoint, checkpointing
+from exp.engine import checkpoint, checkpointing, recording, stopping
 from exp.engine.datamodule import RunData
 from exp.engine.forward import Values
 from exp.engine.module import TrainingModule, clip
 from exp.engine.non_finite import FIXES, NOT_FINITE, NOT_SAVED, broken_entries, finite_names, refuse_lost
 from exp.engine.progress import Position
-from exp.engine.recording import LATEST, STATE, is_shown, require_loss
-from exp.engine.stopping import STATE as SECONDS
-from exp.engine.stopping import end_by_epochs
 from exp.errors import ExpError, Interrupted, NonFiniteError, RunError, UserCodeError
 from exp.files import hold_lock
 from exp.hooks.memory_use import MIB, peak_of_run
@@ -316,7 +313,7 @@ class Member:
             RunError: The evaluation gave no loss.
         """
         values = self.module.values_of(stage).finish(HERE)
-        require_loss(values, stage)
+        recording.require_loss(values, stage)
         self.log.write_stage(stage, values, step)
         return values
 
@@ -340,7 +337,7 @@ class Member:
         self._epoch_sum, self._epoch_size = 0.0, 0
         if self.best is not None and self.best["epoch"] == epoch:
             checkpointing.note_metrics(self.best, self.metrics, stage="train")
-        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if is_shown(tag))
+        shown = "  ".join(f"{tag} {value:.4g}" for tag, value in self.log.latest.items() if recording.is_shown(tag))
         self.log.say(f"epoch {epoch + 1}/{self.settings.trainer.max_epochs}  step {step}  {shown}")
         if is_best:
             self._best_state, self._best_is_written = map_tensors(self._state(), Tensor.clone), False
@@ -396,12 +393,16 @@ class Member:
             "callbacks": {},
             **self.updates.state(),
             **self._fitted,
-            LATEST: dict(self.log.latest),
-            STATE: {"metrics": dict(self.metrics), "epoch_sum": self._epoch_sum, "epoch_size": self._epoch_size},
+            recording.LATEST: dict(self.log.latest),
+            recording.STATE: {
+                "metrics": dict(self.metrics),
+                "epoch_sum": self._epoch_sum,
+                "epoch_size": self._epoch_size,
+            },
             checkpointing.POSITION: dataclasses.asdict(self._progress.position),
             checkpointing.BEST: self.best and {key: self.best[key] for key in checkpointing.BEST_KEYS},
             checkpointing.CONFIG: self._text,
-            SECONDS: self._seconds_before + self._progress.seconds,
+            stopping.STATE: self._seconds_before + self._progress.seconds,
         }
         if broken := broken_entries(found, self._finite):
             what = among(broken, count=6)
@@ -432,11 +433,11 @@ class Member:
         """Load a checkpoint of this job. Checkpoints of a stack and of a single run have the same layout."""
         self.module.load_state_dict(state["state_dict"])
         self.updates.restore(state)
-        recorded, found = state[STATE], state[checkpointing.BEST]
+        recorded, found = state[recording.STATE], state[checkpointing.BEST]
         self.metrics.update(recorded["metrics"])
-        self.log.latest.update(state[LATEST])
+        self.log.latest.update(state[recording.LATEST])
         self._epoch_sum, self._epoch_size = recorded["epoch_sum"], recorded["epoch_size"]
-        self._seconds_before = state[SECONDS]
+        self._seconds_before = state[stopping.STATE]
         if found is None or found["metric"] != self.settings.monitor:
             return
         known, step = checkpointing.best_from(found, self._best_path), state["global_step"]
@@ -479,7 +480,7 @@ class Member:
             metrics={**self.log.latest, **best_scalars(self.best)},
             **best_of(self.best),
             stage_steps=dict(self.log.stages),
-            ended_by=end_by_epochs(epochs) if status == "completed" else None,
+            ended_by=stopping.end_by_epochs(epochs) if status == "completed" else None,
             steps=steps,
             epochs=epochs,
             step_ms=1000.0 * seconds / steps if steps else None,

@@ -210,10 +210,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     console = Console(highlight=False)
     for table in rich_tables(rows, repeat_over=repeat_over):
         console.print(table)
-    lines = []
-    if unstarted := [str(row.job) for row in rows if row.status == NOT_STARTED]:
-        lines.append(f"not started: job{'' if len(unstarted) == 1 else 's'} {', '.join(unstarted)}")
-    lines += [f"job {row.job} {row.status}: {row.error}" for row in rows if row.error]
+    lines = [f"job {row.job} {row.status}: {row.error}" for row in rows if row.error]
     shown = os.path.relpath(directory)
     if best := best_line(rows, repeat_over=repeat_over):
         lines.append(f"best       {best}")

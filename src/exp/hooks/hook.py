@@ -63,12 +63,13 @@ class Workload:
 
 
 class Hook:
-    """Base class of hooks, which observe or transform values at chosen steps and modules. It does nothing.
+    """Base class of hooks, which observe or transform values at chosen steps and modules.
 
-    A method may return values by TensorBoard tag. A value is a float, a 0-d tensor on its device, or a panel of
-    `exp.hooks.panels`.
+    Every method does nothing unless a subclass overrides it. A method may return values by TensorBoard tag. A value is
+    a float, a 0-d tensor on its device, or a panel of `exp.hooks.panels`.
 
-    An observing hook is attached to its modules only in due steps of training, so that other steps take no extra time.
+    An observing hook is attached to its modules only in the steps that `every_n_steps` selects, called due steps, so
+    that other steps take no extra time.
     It runs without gradients, and its methods at modules return None. A compiled network runs uncompiled in these
     steps. A transforming hook is always attached, even in evaluation, and the value that its method returns replaces
     the original value.
@@ -153,7 +154,7 @@ class Hook:
 
     @property
     def leave_out(self) -> str:
-        """Advice to remove the hook, worded as the end of a sentence."""
+        """Advice to remove the hook, written so that it can end a sentence."""
         return f"leave the hook out with ~hooks.{self.name}"
 
     @property
@@ -498,8 +499,6 @@ class Observing:
     Attributes:
         depth: Number of entered contexts.
     """
-
-    __slots__ = ("depth",)
 
     def __init__(self) -> None:
         self.depth = 0

@@ -73,7 +73,10 @@ class SavedTensors(saved_tensors_hooks):
 
     @contextmanager
     def _aside(self, error_message: str) -> Iterator[None]:
-        """Disable the hooks as torch's function does, without raising an error because hooks are active."""
+        """Disable hooks for saved tensors, as torch's function of this name does, but also while this object is active.
+
+        torch's function raises an error if such hooks are active.
+        """
         is_outermost, self._is_aside = not self._is_aside, True
         if is_outermost:
             super().__exit__()

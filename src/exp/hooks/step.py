@@ -94,7 +94,7 @@ class Window:
         batches: Micro-batches of this rank with their batch_idx, counted from 0.
         epoch: Epoch, counted from 0.
         phase: Name of the phase; None without phases. Default: None.
-        turn: Numbers that select the random stream of the pass; see exp.data.randomness.reseed. Default: ().
+        turn: Numbers that select the random stream of the forward; see exp.data.randomness.reseed. Default: ().
     """
 
     batches: Sequence[tuple[Batch, int]]

@@ -40,7 +40,7 @@ def evaluate(
     Args:
         run: The saved run.
         stage: Split to evaluate. `all` evaluates the whole data set as the test split, for example on new data.
-        weights: The checkpoint, as in RunFiles.network.
+        weights: `best`, `last`, or the path of a checkpoint.
         overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without overrides, the frozen
             config is used unchanged.
 

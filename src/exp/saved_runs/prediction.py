@@ -89,7 +89,7 @@ def predict(
         run: The saved run.
         given: A file, a folder, one array `[N, ...]`, or arrays by input name. The content must be like a file of the
             run's data: table columns, pictures, or arrays before transforms.
-        weights: The checkpoint, as in RunFiles.network.
+        weights: `best`, `last`, or the path of a checkpoint.
         overrides: Changes of the run's command, as in `evaluate`.
         is_shown: Whether to show a progress bar.
 

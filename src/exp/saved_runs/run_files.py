@@ -109,10 +109,10 @@ class RunFiles:
         return network.eval()
 
     def path_of(self, weights: str | Path | None) -> Path:
-        """Return the path of the checkpoint that `network` reads.
+        """Return the path of the checkpoint that the method `network` reads.
 
         Args:
-            weights: As in `network`.
+            weights: `best`, `last`, or the path of a checkpoint. None selects the same checkpoint as in `network`.
 
         Raises:
             RunError: The checkpoint does not exist.

@@ -116,7 +116,7 @@ class OperatorCalls:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Count the operator calls of the forward and the objective of one micro-batch within the block."""
+        """Return a context that counts the operator calls of the forward and the objective of one micro-batch."""
         self.modules = ModuleCalls(outside="objective")
         with self._dispatch:
             yield

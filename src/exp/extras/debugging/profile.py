@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from exp.errors import ErrorDetails
 from exp.files import write_atomic
@@ -156,10 +156,19 @@ class Profile(Hook):
 
     def _begin(self, step: Step) -> None:
         self._order = "self_device_time_total" if step.device.type == "cuda" else "self_cpu_time_total"
-        warmup = max(0, self.start - step.index)
+        first = step.index
+
+        def action(count: int) -> ProfilerAction:
+            index = first + count
+            if index < self.start:
+                return ProfilerAction.WARMUP
+            if index > self.last:
+                return ProfilerAction.NONE
+            return ProfilerAction.RECORD_AND_SAVE if index == self.last else ProfilerAction.RECORD
+
         self._profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.device.type == "cuda" else [])],
-            schedule=schedule(wait=0, warmup=warmup, active=self.last - step.index - warmup + 1, repeat=1),
+            schedule=action,
             on_trace_ready=self._write,
             record_shapes=self._shapes,
             profile_memory=self._memory,

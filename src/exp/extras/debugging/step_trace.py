@@ -84,7 +84,7 @@ class Tracer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Trace the forward and the objective within the block."""
+        """Return a context that traces the forward and the objective of a micro-batch."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove)

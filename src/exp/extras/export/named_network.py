@@ -65,7 +65,7 @@ def named_network(run: RunFiles, *, weights: str | Path | None) -> NamedNetwork:
 
     Args:
         run: The run.
-        weights: The checkpoint, as in RunFiles.network.
+        weights: `best`, `last`, or the path of a checkpoint.
     """
     spec = DataSpec.of(run.settings.data)
     # fp32 has no casts between layers.

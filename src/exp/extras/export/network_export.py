@@ -72,7 +72,7 @@ def export(run: RunFiles, *, output: str | Path | None = None, weights: str | Pa
     Args:
         run: The run.
         output: Path of the file. None: network.onnx in exports/ of the run directory.
-        weights: The checkpoint, as in RunFiles.network.
+        weights: `best`, `last`, or the path of a checkpoint.
 
     Raises:
         ConfigError: The output path is invalid.

@@ -19,7 +19,7 @@ CODES = range(0x10000)
 
 
 class LetterNames(Tensors):
-    """Data set of letter names, such as ALPHA WITH OXIA, with the script as the class, such as GREEK.
+    """Data set of the Unicode names of letters, such as ALPHA WITH OXIA. The class is the script, such as GREEK.
 
     The input is int64 `[T]`: indices into ALPHABET, padded with 0 on the left. The target is an index into SCRIPTS.
     Some names, such as BA, occur in several scripts. The names are from Python's unicodedata and depend on the Python

@@ -81,9 +81,9 @@ def test_a_window_may_begin_or_end_the_run(fit, start: int, steps: int, warmup: 
 @pytest.mark.slow
 def test_each_phase_has_its_ranges(fit):
     gan = ["experiment=gan", "monitor=loss/val/generator", "trainer.limit_val_batches=1", "trainer.max_steps=4"]
-    count = Counter(name.partition("#")[0] for name in ranges(trace_of(fit(*gan, *window(4, 1)).directory)))
+    count = Counter(ranges(trace_of(fit(*gan, *window(4, 1)).directory)))
     phases = len(exp.compose(["experiment=gan"]).phases)
-    assert count["forward"] == count["backward"] == count["Optimizer.step"] == phases
+    assert count["forward"] == count["backward"] == phases
 
 
 def warnings_of(caplog) -> list[str]:

@@ -183,7 +183,7 @@ class EpochValues(nn.Module):
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
     def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
-        """Add the means of one batch, weighted by their divisors. A mean with the divisor 0 is ignored.
+        """Add the means of one batch, each weighted by its divisor. A mean with the divisor 0 is ignored.
 
         Args:
             means: Pairs of mean and divisor, for consecutive terms of `summed`.

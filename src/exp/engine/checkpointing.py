@@ -51,9 +51,9 @@ BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
 class Checkpointing(Callback):
     """Callback that writes checkpoints/last.ckpt and checkpoints/best.ckpt in the run directory.
 
-    It writes before a training batch or at the end of fit. At these points the optimizer step, its schedules, its
-    validation and all callbacks are complete. Therefore a resumed run computes the same states. This callback must
-    precede the user's callbacks in the Trainer's list, because a resumed run calls their hooks of the batch again.
+    It writes before a training batch or at the end of fit. At both points, the last optimizer step with its schedules,
+    validation and callbacks is complete. Therefore a resumed run computes the same states. This callback must precede
+    the user's callbacks in the Trainer's list, because a resumed run calls the users' hooks of this batch again.
 
     Args:
         directory: Run directory.

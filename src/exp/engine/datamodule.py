@@ -293,7 +293,7 @@ class Ahead(Iterator[Batch]):
         Args:
             start: Number of the current training batch.
             stop: Number of the last batch plus 1.
-            with_data: Whether the returned batches need their data. If false, only their sizes are set.
+            with_data: Whether to return batches with data. If false, only the sizes of the batches are set.
         """
         if self._sampler is not None and not with_data:
             ranks, sizes = self._sampler.world_size, self._sampler.sizes(self._epoch, start)

@@ -105,8 +105,8 @@ def make_passes(
 def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
     """Return a context that enables gradients for the forward and the objective of a step, even in evaluation.
 
-    For second derivatives, attention and recurrent layers use plain kernels. The fused kernels of attention, oneDNN and
-    cuDNN do not support the derivative of their backward.
+    For second derivatives, attention and recurrent layers use plain kernels. The backward of the fused kernels of
+    attention, oneDNN and cuDNN cannot be differentiated.
     """
     with ExitStack() as stack:
         if needs & EAGER:

@@ -359,7 +359,7 @@ class LeanStep:
     at the last batch of an optimizer step:
         unscale; overridden on_before_optimizer_step; clipping; optimizer step; update of the loss scale
 
-    If a strategy, a module or an optimizer overrides one of these parts, its method is called as Lightning calls it.
+    If a strategy, a module or an optimizer overrides a part, the overriding method is called as Lightning calls it.
 
     Attributes:
         accumulates: True if the optimizer step needs more batches after the last batch.

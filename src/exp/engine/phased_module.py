@@ -277,7 +277,7 @@ class PhasedModule(TrainingModule):
     def _means(self, batch: Batch) -> tuple[Values, Sequence[Mean]]:
         """Return the values of an evaluation batch, and the means of the terms of all phases.
 
-        The loss is their weighted sum.
+        The loss is the weighted sum of the means.
         """
         known: dict[str | None, Values] = {}
         means: list[Mean] = []
@@ -323,7 +323,7 @@ class PhasedModule(TrainingModule):
 def _add_results(
     one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of two losses, and the sums of their terms by name."""
+    """Return the sum of two losses, and the sums of the terms of both losses by name."""
     return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 

@@ -43,7 +43,7 @@ class Optimization:
             rate.
         interval: The unit in which the schedule steps: an optimizer step or an epoch.
         monitor: The tag of the metric that ReduceLROnPlateau uses.
-        begins_late: Whether some parameters are unfrozen in a later epoch, so that their first gradient is later.
+        begins_late: Whether a parameter is unfrozen in a later epoch, and gets its first gradient in that epoch.
     """
 
     optimizer_factory: functools.partial[Optimizer]

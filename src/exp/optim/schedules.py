@@ -119,8 +119,8 @@ def build_schedule(
 
     Args:
         optimizer: The optimizer.
-        factory: A functools.partial of the schedule's class. If it has the argument `schedulers`, these are partials,
-            too.
+        factory: A functools.partial of the schedule's class. The elements of its argument `schedulers`, if any, are
+            partials, too.
         interval: The unit in which the schedule steps: an optimizer step or an epoch.
         total_steps: The length of the run in this unit, for a schedule with total_steps=null. None if unknown.
         key: The config key of the schedule.

@@ -45,9 +45,9 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
     """Convert parameters and floating-point buffers in place. The Parameter objects stay the same.
 
-    Layers in `kept` get their own dtype. If the precision has half parameters, layers with running statistics stay in
-    float32. In bfloat16, updates of the statistics by momentum would be rounded to 0 long before the statistics
-    converge.
+    A layer in `kept` gets the dtype in this mapping. If the precision has half parameters, layers with running
+    statistics stay in float32. In bfloat16, updates of the statistics by momentum would be rounded to 0 long before the
+    statistics converge.
     """
     for name, module in network.named_modules():
         if name in kept:
@@ -75,7 +75,7 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
 def attach_edges(
     network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
 ) -> list[RemovableHandle]:
-    """Attach the hooks that convert the inputs and outputs of the network and of kept layers. Return their handles."""
+    """Attach the hooks that convert inputs and outputs of the network and of kept layers. Return the hooks' handles."""
     # The dtype of tensors between layers that are not kept. Autocast converts float32 if a layer needs it.
     flowing = word.parameters or torch.float32
     ends = Ends()
@@ -100,7 +100,7 @@ class Ends:
     receives exact values.
 
     The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers. It
-    detects which of them are outputs of the network. Later calls store only these. If a strategy runs the layers
+    detects which of them are outputs of the network. Later calls store only those outputs. If a strategy runs layers
     without calling the network, no output is stored.
     """
 

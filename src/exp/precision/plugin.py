@@ -230,7 +230,7 @@ class RunPrecision(Precision):
         return self.keep if not without or _runs_lstm(self.word.autocast) else {**without, **self.keep}
 
     def _log_exceptions(self, network: nn.Module) -> None:
-        """Log, once per run, which settings of the precision have no effect on this device or these layers."""
+        """Log once per run which settings of the precision have no effect on this device or network."""
         if self._has_logged:
             return
         self._has_logged = True
@@ -336,9 +336,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class TensorFloat32:
     """Switches of TensorFloat-32 on CUDA, for matrix products and cuDNN (convolutions, recurrent layers).
 
-    The switches are set by their older names, which also set `fp32_precision`. If only the newer names are set, reading
-    an older name raises an error. Lightning and torch.backends.cudnn.flags read older names (seen in torch 2.13,
-    Lightning 2.6.6).
+    torch has older and newer names for these switches. The older names are set, which also sets the newer name
+    `fp32_precision`. If only the newer name is set, reading an older name raises an error. Lightning and
+    torch.backends.cudnn.flags read older names (seen in torch 2.13, Lightning 2.6.6).
 
     Args:
         allowed: Whether CUDA may use TensorFloat-32. Without this setting, torch's defaults differ between convolutions
@@ -352,7 +352,7 @@ class TensorFloat32:
         self._before: tuple[str, bool] | None = None
 
     def set(self) -> None:
-        """Set the switches. The first call stores their previous values."""
+        """Set the switches. The first call stores the previous values."""
         if self._before is None:
             self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
             torch.set_float32_matmul_precision(self.matmul)

@@ -4,17 +4,13 @@ import json
 import signal
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from torch.utils.data import DataLoader
 
 import exp
 from exp.cli.train import main
 from exp.config.settings import settings_of
-from exp.run_report import Ongoing, explain, forget_peak_memory
+from exp.run_report import Ongoing, forget_peak_memory
 
 HOOK = """
 import numpy as np
@@ -94,23 +90,6 @@ def test_an_error_after_a_swallowed_signal_is_reported(write, capsys):
     write_model(write, signal.SIGINT, "pass")
     assert main(["model=own"]) == 1
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
-
-
-def test_the_first_error_is_reported_instead_of_lightnings(tmp_path):
-    class Refusing(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            raise ZeroDivisionError("in the loader")
-
-    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    handler = signal.getsignal(signal.SIGTERM)
-    # Lightning 2.6.6 fails in the teardown of a loader that it did not create, and leaves its signal handler.
-    with pytest.raises(RuntimeError, match="combined_loader") as caught:
-        trainer.fit(BoringModel(), Refusing(RandomDataset(32, 4)))
-    signal.signal(signal.SIGTERM, handler)
-    error = explain(
-        caught.value, Ongoing(tmp_path, settings_of(exp.compose([])), overrides=[], world_size=1), parts=None
-    )
-    assert "ZeroDivisionError: in the loader" in str(error)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak of the resident set")

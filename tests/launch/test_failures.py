@@ -80,7 +80,7 @@ def test_a_rank_that_hangs_is_named(failing):
         warm=True,
     )
     assert error.rank == 1
-    assert "does not answer" in error.reason
+    assert "does not respond" in error.reason
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_rank_that_never_joins_is_named(failing):
         """,
         warm=True,
     )
-    assert (error.rank, "does not answer" in error.reason) == (1, True)
+    assert (error.rank, "does not respond" in error.reason) == (1, True)
 
 
 def test_a_config_error_of_a_rank_is_raised_whole(launched):

@@ -130,7 +130,7 @@ def test_jobs_of_a_failed_stack_run_alone(how, status, commands, table):
     layer = ("model=ending", "model._args_.0.at=forward", f"model._args_.0.how={how}")
     alone = ("hooks=[]", "logger=[]", "test=false", "callbacks=[]", "trainer.max_epochs=1", "sweep.stack=true")
     done = commands.run("-m", *alone, *layer, "optimizer.lr=1e-3,1e-2", "seed=0,1")
-    assert "together they ended with ValueError: raised by a layer of the user" in done.stdout
+    assert "the stack ended with ValueError: raised by a layer of the user" in done.stdout
     assert done.returncode == (status == "failed"), done.stdout + done.stderr
     assert [row["status"] for row in table()] == [status] * 4
 

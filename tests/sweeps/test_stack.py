@@ -282,9 +282,9 @@ def test_a_stack_finds_the_best_state_in_last_ckpt_after_a_kill():
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
-        ("model=noisy", "something other than its dropout layers draws random numbers"),
-        ("model=keeping", "model cannot be stacked: a step changes running.calls, running.mean"),
-        ("objective=keeping", "objective.keeping cannot be stacked: a step changes loss.steps"),
+        ("model=noisy", "random numbers are drawn outside of its dropout layers"),
+        ("model=keeping", "model cannot be stacked: a training step changes running.calls, running.mean"),
+        ("objective=keeping", "objective.keeping cannot be stacked: a training step changes loss.steps"),
     ],
 )
 def test_jobs_that_cannot_be_stacked_are_not_frozen(choice, reason):

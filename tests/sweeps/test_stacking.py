@@ -36,7 +36,7 @@ def test_jobs_that_differ_in_values_of_their_own_are_stacked():
     assert stacked == [(0, 1, 2, 3, 4), (6, 7)]
     assert reasons == {
         5: "no other job has the same model, data, objective and length",
-        8: "callbacks.early_stopping cannot be stacked: it acts on one run",
+        8: "callbacks.early_stopping cannot be stacked: a callback acts on a single run",
     }
     assert groups([jobs[0]] * 10, most=4)[0] == [(0, 3, 6, 9), (1, 4, 7), (2, 5, 8)]
     assert groups([jobs[0]] * 4, most=4)[0] == [(0, 1, 2, 3)]

@@ -143,8 +143,8 @@ def read_hang(directory: Path, *, rank: int) -> Failure | None:
     if not stacks:
         return None
     reason = (
-        "failed: it hangs. A step took longer than runtime.step_timeout. The stacks of all threads are in train.log. "
-        "If the step is slow and does not hang, raise runtime.step_timeout"
+        "failed: a step took longer than runtime.step_timeout. The stacks of all threads are in train.log. "
+        "If the step is slow but does not hang, increase runtime.step_timeout"
     )
     return Failure(rank=rank, time=path.stat().st_mtime, kind="hang", reason=reason, detail=f"rank {rank}:\n{stacks}")
 
@@ -176,6 +176,8 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
     first = min(failures, key=lambda failure: (failure.kind == "peer", failure.time))
     if first.kind == "peer" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(map(str, silent))
-        reason = f"does not answer (silent: {names}); rank {first.rank}, which waited for it, {first.reason}"
+        reason = (
+            f"does not respond (ranks without a response: {names}). Rank {first.rank} waited for it and {first.reason}"
+        )
         return dataclasses.replace(first, rank=silent[0], reason=reason, detail="")
     return first

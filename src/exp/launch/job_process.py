@@ -73,7 +73,7 @@ class JobProcess(Generic[Result]):
             try:
                 self._process.start()
             except (EOFError, ConnectionError):  # the server ends if it cannot fork
-                self.died = Died("could not be started: the system permits no more processes, or no more memory")
+                self.died = Died("could not be started: the system allows no more processes, or has no more memory")
             except OSError as error:  # no descriptor is left, or the server's socket was removed
                 self.died = Died(f"could not be started: {describe_exception(error)}")
 

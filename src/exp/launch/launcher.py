@@ -145,7 +145,7 @@ def _once(
     try:
         exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))
     except OSError as error:
-        raise RunError(f"no rank was started: no directory can be made in {directory}: {error.strerror}") from error
+        raise RunError(f"no rank was started: no directory can be created in {directory}: {error.strerror}") from error
     try:
         with collect_signals() as received:
             ranks = start_ranks(command, directory=directory, world_size=world_size, exchange=exchange, threads=threads)
@@ -171,7 +171,8 @@ def _several_nodes(directory: Path, placement: Placement, *, allow: Sequence[str
     nodes, ranks = placement.nodes, placement.ranks_per_node
     worker = " ".join(["-m exp.worker", str(directory), *allow_flags(allow)])
     return (
-        f"launch.nodes={nodes}: exp starts the ranks of one machine. The run is frozen in {directory}. Start it with\n"
+        f"launch.nodes={nodes}: exp starts ranks on one machine only. The config is frozen in {directory}. "
+        "Start the ranks with\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
         f"{worker}      (on every node)\n"
         f"  srun --nodes={nodes} --ntasks-per-node={ranks} python {worker}      (under SLURM)"

@@ -76,7 +76,7 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
             yield error
         except BaseException as error:
             traceback.print_exc()
-            yield _check_error(f"with {redact(one_line(error))}; its traceback is above")
+            yield _check_error(f"ended with {redact(one_line(error))}; the traceback is above")
         else:
             yield need
 
@@ -106,10 +106,11 @@ def _check_error(how: str) -> ConfigError:
     """Return the error of a job with an unfinished check.
 
     Args:
-        how: How the check ended, as the end of a sentence.
+        how: Description of the end, such as "was killed by SIGSEGV".
     """
-    fix = "Remove your own constructors, imports and forwards one by one: the check runs them"
-    return config_error("config", got=f"its check ended {how}", expected="a check that returns", fix=fix)
+    fix = "The check runs the constructors and forwards of your classes. Leave the classes out one by one"
+    got, expected = f"a config whose check {how}", "a check that ends without an exception"
+    return config_error("config", got=got, expected=expected, fix=fix)
 
 
 def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report | ExpError:
@@ -171,7 +172,7 @@ class JobProcesses:
                         self.needs.update([result])
                         found.append(None)
                 if len(found) < len(configs):
-                    found.append(_check_error(str(died).removeprefix("ended ")))
+                    found.append(_check_error(str(died)))
             if received:  # a signal arrived after the last check
                 raise Interrupted(signum=received[0], checkpoint=None)
         return found

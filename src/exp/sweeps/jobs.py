@@ -236,7 +236,7 @@ class Jobs:
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
         return [
-            not_supported_with(name, mine, "an option that is swept", f"{show(whole)}, the value of the whole sweep")
+            not_supported_with(name, mine, "a swept option of this job", f"{show(whole)}, the value of the whole sweep")
             for name, (mine, whole) in both.items()
             if not are_same(mine, whole)
         ]
@@ -249,7 +249,7 @@ class Jobs:
         for line in lines:
             if _is_security(line) and _setting(line) not in self._typed_security:
                 key, value = _setting(line)
-                fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
+                fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust the package"
                 raise config_error(key, got=f"{value} in a job", expected="one value for the whole sweep", fix=fix)
 
 

@@ -135,7 +135,7 @@ class Ledger:
         try:
             report = read_report(directory)
         except RunError as error:
-            print(f"{error}. Job {job.number} resumes from its last checkpoint", file=sys.stderr)
+            print(f"{error}. Job {job.number} therefore resumes from the last checkpoint of the job", file=sys.stderr)
             return None
         if report.status == "interrupted" or (report.status == "failed" and retries_failed):
             return None
@@ -155,14 +155,17 @@ class Ledger:
         if before is not None:
             known = before["search"]
             if (known is None) != (search is None):
-                got = "a grid" if search is None else "a search"
-                raise _refusal(f"{got}, and {self.directory} has a sweep of the other kind", "the same kind")
+                kinds = ("a grid", "a search") if search is None else ("a search", "a grid")
+                got = f"{kinds[0]}, but the sweep in {self.directory} is {kinds[1]}"
+                raise _refusal(got, "the command of that sweep")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
                 # Refuse, because the record of the search would mix results of different jobs.
                 typed = " ".join(before["overrides"])
-                got = f"another search than that of {self.directory}, which differs in {other[0]}: {typed}"
-                raise _refusal(got, "the same search, with more trials if needed")
+                got = (
+                    f"a search that differs in {other[0]} from the search in {self.directory}, whose command is {typed}"
+                )
+                raise _refusal(got, "the same search, in which only sweep.trials may be larger")
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 
@@ -186,7 +189,7 @@ class Ledger:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(found["overrides"], list) or not isinstance(found["search"], dict | None):
-                raise TypeError("no command of a sweep")
+                raise TypeError("the overrides or the search are missing or have a wrong type")
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise _damage_error(path, error) from error
         return cast(Mapping[str, Any], found)
@@ -199,7 +202,7 @@ def _entry(line: bytes, directory: Path) -> Entry:
     """Return the entry of a line of jobs.jsonl. Raise ValueError or TypeError if the line is not a valid entry."""
     entry = Entry(**json.loads(line))
     if type(entry.job) is not int or not isinstance(entry.identity, str) or not isinstance(entry.directory, str):
-        raise TypeError(f"no job in {line.decode(errors='replace')}")
+        raise TypeError(f"no description of a job in {line.decode(errors='replace')}")
     if not os.path.abspath(directory / entry.directory).startswith(f"{os.path.abspath(directory)}{os.sep}"):
         raise ValueError(f"{entry.directory}, which is not below the sweep's directory")
     return entry
@@ -210,7 +213,8 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
 
 
 def _damage_error(path: Path, error: Exception) -> ConfigError:
-    fix = f"Restore the file, or start a new sweep; python -m exp.report {os.path.relpath(path.parent)} shows this one"
+    report = f"python -m exp.report {os.path.relpath(path.parent)}"
+    fix = f"Restore the file from a backup, or start a new sweep. {report} still works"
     return _refusal(f"{os.path.relpath(path)}, which is damaged: {one_line(error)}", f"an intact {path.name}", fix)
 
 
@@ -238,7 +242,7 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
         if not (directory / SETTINGS).is_file():
             raise _refusal(f"{wanted}, which has no {SETTINGS}", "a sweep's directory, or auto")
     if not is_inside(str(directory)) and not directory.is_relative_to(sweeps_of(new)):
-        expected = "a directory below the working directory, or next to that of hydra.sweep.dir"
+        expected = "a directory below the working directory, or next to the directory hydra.sweep.dir"
         raise _refusal(f"{directory}", expected, f"Add hydra.sweep.dir={directory.parent}/new")
     if is_locked(directory):
         raise _running_error(directory)
@@ -279,7 +283,7 @@ def lock_sweep(directory: Path) -> Iterator[None]:
 
 
 def _running_error(directory: Path) -> ConfigError:
-    return _refusal(f"{directory}, whose sweep is still running", "a sweep that has ended, or was killed")
+    return _refusal(f"{directory}, whose sweep is still running", "a sweep that has ended")
 
 
 def clear_unfrozen(directory: Path) -> None:

@@ -130,7 +130,7 @@ class LocalExecutor:
             output = cast(Path, jobs[0].directory) / OUTPUT
             output.touch()
         except OSError as error:
-            failed = RunError(f"the job could not begin: {describe_exception(error)}")
+            failed = RunError(f"the job could not start: {describe_exception(error)}")
             self._ended += [End(job=job.number, outcome=failed) for job in jobs]
             return
         need, machine = self._processes.needs[need_settings(jobs[0].new_config())]
@@ -190,7 +190,7 @@ class LocalExecutor:
             for job in map(one.jobs.__getitem__, one.waiting):
                 if job.is_stacked and not self._signals:
                     # Any of the jobs may have ended the process. Each job runs again alone, so only that job fails.
-                    outcome = Unstacked(f"their process {died}")
+                    outcome = Unstacked(f"the process of the stack {died}")
                 else:
                     outcome = self._bad_end(cast(Path, job.directory), died)
                 self._ended.append(End(job=job.number, outcome=outcome))

@@ -162,8 +162,9 @@ class Search:
         before = self._recorded[trial.number].params
         if before != trial.params:
             raise RunError(
-                f"trial {trial.number} of the search is {trial.params} now and was {before} in sweep.journal: the "
-                "space, the seed or the version of Optuna differs. Repeat the command of that sweep, or begin a new one"
+                f"trial {trial.number} of the search has the values {trial.params}, but {before} in sweep.journal. "
+                "The swept keys, the seed or the version of Optuna changed. Repeat the "
+                "earlier command, or start a new sweep"
             )
 
 

@@ -161,7 +161,7 @@ class Space:
                 axis for axis in left if axis.when is None or axis.when.keys() <= {one.name for one in done.values()}
             ]
             if not ready:
-                got = f"{' and '.join(axis.name for axis in left)} wait for each other"
+                got = f"{' and '.join(axis.name for axis in left)}, whose conditions depend on each other"
                 raise ConfigError([ErrorDetails("sweep.when", got, "conditions without a cycle")])
             done.update({axis.key: axis for axis in ready})
             left = [axis for axis in left if axis.key not in done]

@@ -91,7 +91,9 @@ def train(jobs: Sequence[Job]) -> Iterator[Outcome]:
     network, batch = build_network(decided.settings, decided.spec), next(iter(decided.data.loader("train")))
     examine(network, batch, run=forward_by_name(network, tuple(decided.spec.inputs)), objective=decided.objective)
     if decided.settings.sweep.stack == "auto" and not is_faster(decided, network):
-        raise Unstackable("model is not stacked by sweep.stack=auto: its jobs are faster side by side")
+        raise Unstackable(
+            "model is not stacked with sweep.stack=auto: this network trains faster in separate processes"
+        )
     refuse_other_data(decided)
     precision, origin = build_run_precision(decided.settings, device_type="cpu"), shared_origin()
     by_position: dict[object, list[Member]] = {}
@@ -126,15 +128,19 @@ def _refuse(decided: Plan) -> None:
         raise Unstackable("launch.accelerator cannot be stacked: a stack runs in one process on a CPU")
     objective = decided.objective
     if objective.needs or any(True for _ in objective.parameters()):
-        raise Unstackable("objective cannot be stacked: a term has parameters, or needs more than one forward")
+        raise Unstackable("objective cannot be stacked: a loss term has parameters, or runs the network more than once")
     if weighed := objective.weighed:
-        raise Unstackable(f"objective.{weighed[0]} cannot be stacked: it divides by the weights of its targets")
+        raise Unstackable(
+            f"objective.{weighed[0]} cannot be stacked: this loss is divided by the weights of the targets"
+        )
     for stage in decided.data.stages:
         loader = decided.data.loader(stage)
         if not isinstance(loader, IndexedLoader) or type(loader.batches) is not GlobalBatches:
             raise Unstackable(f"data cannot be stacked: the {stage} split is not in memory")
         if loader.batches.draw is not None or decided.data.transforms_batches(stage):
-            raise Unstackable(f"data cannot be stacked: the {stage} split is drawn or transformed for one run")
+            raise Unstackable(
+                f"data cannot be stacked: a sampler draws the {stage} split, or transforms change its batches"
+            )
 
 
 def is_faster(decided: Plan, network: nn.Module) -> bool:
@@ -240,7 +246,7 @@ class Stack:
                 # Any member may have caused the error. Each job runs again alone, so only that job fails.
                 for member in self._running:
                     member.hold.close()
-                    yield member.place, Unstacked(f"together they ended with {one_line(error)}")
+                    yield member.place, Unstacked(f"the stack ended with {one_line(error)}")
                 return
             for member in self._running:
                 yield member.place, member.end("failed", error=explain(error, member.ongoing, parts=None))

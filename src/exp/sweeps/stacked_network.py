@@ -114,7 +114,7 @@ class StackedNetwork:
         for name, first in own[0].items():
             rows = [tensors[name].detach() for tensors in own]
             if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
-                raise Unstackable(f"model cannot be stacked: {name} has another shape in another member")
+                raise Unstackable(f"model cannot be stacked: {name} differs in shape or dtype between the jobs")
             self._tensors[name] = torch.stack(rows)
             path, _, leaf = name.rpartition(".")
             for network, row in zip(networks, self._tensors[name].unbind(0), strict=True):
@@ -211,15 +211,19 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
     loss, _ = objective(run(functools.partial(_call, network, buffers), batch.data), batch)
     if not torch.equal(state, torch.default_generator.get_state()):
-        raise Unstackable("model cannot be stacked: something other than its dropout layers draws random numbers")
+        raise Unstackable("model cannot be stacked: random numbers are drawn outside of its dropout layers")
     for key, one in kept.items():
         if changed := one.changes():
-            raise Unstackable(f"{key} cannot be stacked: a step changes {', '.join(changed)}, which jobs would share")
+            raise Unstackable(
+                f"{key} cannot be stacked: a training step changes {', '.join(changed)}, which all jobs would share"
+            )
     named = {name: one for name, one in network.named_parameters() if one.requires_grad}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is None:
-            raise Unstackable(f"model cannot be stacked: {name} gets no gradient, and its optimizer leaves it alone")
+            raise Unstackable(
+                f"model cannot be stacked: {name} gets no gradient. A single run would not update it, but a stack would"
+            )
 
 
 def _dropouts_of(network: nn.Module) -> list[nn.Dropout]:

@@ -112,7 +112,7 @@ def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: in
     left = {place for place, job in enumerate(whole) if is_left(job)}
     stacked, reasons = groups([job.plain for job in whole], most=math.ceil(len(whole) / slots))
     for reason, count in Counter(reason for place, reason in reasons.items() if place in left).items():
-        print(f"{count} job{'s' if count > 1 else ''} side by side: {reason}")
+        print(f"{count} job{'s run in separate processes' if count > 1 else ' runs in a separate process'}: {reason}")
     found = [[replace(whole[place], is_stacked=True) for place in places if place in left] for places in stacked]
     together = {job.number for members in found for job in members}
     return [*filter(None, found), *([job] for job in jobs if job.number not in together)]
@@ -127,37 +127,39 @@ def obstacle(plain: Plain) -> str | None:
 def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
     values = Values(dict(plain))
     for allowed, keys in REQUIRED:
-        expected = f"a stack needs {' or '.join(map(show, allowed))}"
         for key in keys:
             value = values[key]
             if value is not UNKNOWN and not any(are_same(value, one) for one in allowed):
-                yield key, expected
+                yield key, f"stacked jobs need {key}={' or '.join(map(show, allowed))}"
     for group in ("phases", "callbacks"):
         if plain[group]:
-            yield f"{group}.{next(iter(plain[group]))}", "it acts on one run"
+            yield f"{group}.{next(iter(plain[group]))}", f"a {group.rstrip('s')} acts on a single run"
     for group, known in (("hooks", HOOKS), ("logger", LOGGERS)):
         for name, node in plain[group].items():
             if node["_target_"] not in known:
-                yield f"{group}.{name}", "it looks at one run"
+                yield (
+                    f"{group}.{name}",
+                    "a stack supports only the hooks gradients, memory and throughput, and the logger tensorboard",
+                )
     for name, node in plain["hooks"].items():
         for setting in OF_SINGLE_RUNS:
             if node.get(setting) not in (None, "auto"):
-                yield f"hooks.{name}.{setting}", "a stack logs no FLOPs, and no other values of gradients than norms"
+                yield f"hooks.{name}.{setting}", "a stack logs no FLOPs, and no values of gradients except norms"
     if plain["optimizer"]["_target_"] in OTHER_OPTIMIZERS:
-        yield "optimizer", "it calls the loss several times, or takes sparse gradients"
+        yield "optimizer", "a stack does not support LBFGS and SparseAdam"
     epochs = plain["trainer"]["max_epochs"]
     if epochs is None or epochs < 1:
-        yield "trainer.max_epochs", "a stack needs a number of epochs"
+        yield "trainer.max_epochs", "the length of stacked jobs is a number of epochs, 1 or more"
     if "train" in plain["metric_stages"]:
-        yield "metric_stages", "a stack computes no metrics of training batches"
+        yield "metric_stages", "a stack computes no metrics on training batches"
     monitor = plain["monitor"]
     if monitor is not None and (monitor == EPOCH_LOSS or monitor.endswith("/train")):
-        yield "monitor", "a stack compares values of the validation split"
+        yield "monitor", "a stack compares only values of the validation split"
     if str(plain["scheduler"]["_target_"]).endswith("ReduceLROnPlateau"):
-        yield "scheduler", "it reads a value of one run"
+        yield "scheduler", "ReduceLROnPlateau reads a value of a single run"
     for key, value in leaves(plain):
         if isinstance(value, str) and OUTPUT_DIR in value:
-            yield key, "it is in the directory of one run"
+            yield key, "the value contains the run directory, which differs between jobs"
 
 
 def signature(plain: Plain) -> str:

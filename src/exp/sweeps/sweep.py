@@ -186,7 +186,7 @@ class Sweep:
             return group_jobs(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
         if wanted is True and count:
             why = f"fewer than {LEAST_STACKED} are known at a time, or the launcher supports no stacks"
-            self.view.say_once(f"sweep.stack=true: jobs run side by side, because {why}")
+            self.view.say_once(f"sweep.stack=true: jobs run in separate processes, because {why}")
         return [[job] for job in jobs]
 
     def _search(self) -> None:
@@ -276,7 +276,7 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
             # The shared config determines the directory, so a swept name does not affect it.
             directory = make_exclusively(wanted) if resumed is None else resumed
         except OSError as error:
-            raise RunError(f"the sweep directory {wanted} cannot be made: {error.strerror or error}") from error
+            raise RunError(f"the sweep directory {wanted} cannot be created: {error.strerror or error}") from error
         with lock_sweep(directory):
             if resumed is not None:
                 # Two levels: the run directories of the jobs, and their subdirectories.
@@ -294,7 +294,7 @@ def _find_resumed(master: Composition, wanted: Path) -> Path | None:
     resume = master.config.sweep.resume
     found = None if resume is None else find_sweep(resume, new=wanted)
     if found is None and resume == AUTO:
-        print(f"sweep.resume=auto: no sweep in {os.path.relpath(sweeps_of(wanted))}, so a new one begins")
+        print(f"sweep.resume=auto: there is no sweep in {os.path.relpath(sweeps_of(wanted))}, so a new sweep starts")
     return found
 
 
@@ -337,7 +337,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
 def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) -> int:
     """Print the results of an interrupted sweep and the command that resumes it. Return the exit status."""
     interrupted = _interruption_of(error)
-    print(f"{interrupted}\nthe sweep ends here", file=sys.stderr)
+    print(f"{interrupted}\nthe sweep has ended", file=sys.stderr)
     _finish(jobs, directory)
     if interrupted.command is not None and jobs is not None and jobs.view.rows:
         print(f"resume     {interrupted.command}")
@@ -358,7 +358,7 @@ def _print_plan(jobs: Sweep) -> None:
     for job in jobs.planned:
         print(f"job {job.number}  {' '.join(f'{key}={value}' for key, value in job.swept.items())}".rstrip())
     count = len(jobs.planned)
-    print(f"{count} job{'s' if count != 1 else ''}, {what}: none was run, because of sweep.dry_run=true")
+    print(f"{count} job{'s' if count != 1 else ''}, {what}. No job was run, because of sweep.dry_run=true")
 
 
 def _finish(jobs: Sweep | None, directory: Path) -> None:

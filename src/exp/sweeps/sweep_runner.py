@@ -93,7 +93,7 @@ class SweepRunner:
                 break
             for job, outcome, seconds in self._ends(received):
                 if isinstance(outcome, Unstacked):
-                    self._view.say_once(f"side by side: {outcome}")
+                    self._view.say_once(f"jobs run in separate processes: {outcome}")
                     queue.again(job)
                 else:
                     row = self._view.row_of(job, outcome, seconds=seconds)

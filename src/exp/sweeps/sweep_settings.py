@@ -115,15 +115,20 @@ class SweepSettings:
         """Yield an error for each setting that does not fit the swept keys."""
         over = self.repeat_over
         if over is not None and self.repeated is None:
-            yield not_supported_with("sweep.repeat_over", over, "one value", "a swept key, such as seed=0,1,2")
+            yield not_supported_with(
+                "sweep.repeat_over", over, f"one value of {over}", "a swept key, such as seed=0,1,2"
+            )
         yield from self._search_errors() if self.is_search else self._grid_errors()
 
     def _grid_errors(self) -> Iterator[ErrorDetails]:
         interval = next((axis for axis in self.space.axes if axis.is_interval), None)
         if interval is not None:
-            other, expected = f"{interval.name}, an interval", "auto, or a sampler, which draws from it"
+            other, expected = (
+                f"{interval.name}, an interval",
+                "auto or a sampler: a grid cannot list the values of an interval",
+            )
             yield not_supported_with("sweep.sampler", "grid", other, expected)
-        fix = "Write sweep.sampler=random, or another, to draw from lists, too"
+        fix = "Write sweep.sampler=random to draw values from the lists"
         for name, default, shown in (("trials", None, "null"), ("pruner", "none", "none")):
             if (value := self.values[name]) != default:
                 expected = f"{shown}: a grid runs every combination to its end"
@@ -140,10 +145,18 @@ class SweepSettings:
             expected = "one tag, or the sampler nsga2, tpe, gp or random"
             yield not_supported_with("sweep.sampler", "cmaes", "several tags in sweep.monitor", expected)
         if pruner != "none" and self.repeat_over is not None:
-            yield not_supported_with("sweep.pruner", pruner, "sweep.repeat_over", "one of the two: a mean has no steps")
+            yield not_supported_with(
+                "sweep.pruner",
+                pruner,
+                "sweep.repeat_over",
+                "one of the two settings: a pruner compares the steps of single jobs",
+            )
         if pruner != "none" and objectives and dict(objectives) != {self.monitor: self.mode}:
             tag, mode = next(iter(objectives.items()))
-            other, fix = f"sweep.monitor={','.join(objectives)}", f"Write monitor={tag} mode={mode} instead of it"
+            other, fix = (
+                f"sweep.monitor={','.join(objectives)}",
+                f"Write monitor={tag} mode={mode} instead of sweep.monitor",
+            )
             expected = f"the tag that jobs report, {self.monitor}"
             yield not_supported_with("sweep.pruner", pruner, other, expected, fix)
 
@@ -179,13 +192,13 @@ def refuse_settings(master: Composition) -> None:
     ]
     launcher = str(master.config.hydra.launcher["_target_"])
     if not launcher.startswith(OUR_LAUNCHERS):
-        fix = "Leave it out: sweep.jobs sets the number of jobs at a time"
+        fix = "Remove hydra/launcher. sweep.jobs sets the number of jobs at a time"
         errors.append(invalid_value("hydra/launcher", launcher, "exp, slurm or ray", fix))
     raise_errors(errors)
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     if config.sweep.retry_failed and config.sweep.resume is None:
-        other, expected = "sweep.resume=null", "a sweep whose failed jobs are run again"
+        other, expected = "sweep.resume=null", "auto, or the directory of the sweep with the failed jobs"
         error = not_supported_with("sweep.retry_failed", True, other, expected, "Add sweep.resume=auto")
         raise ConfigError(locate_errors(config, [error]))
 

@@ -343,7 +343,7 @@ def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
             module: LightningModule = _build(settings, settings.module, "module")
         if "_modules" not in vars(module):
             got = f"{type(module).__name__}, whose __init__ does not call super().__init__()"
-            raise config_error("module", got=got, expected="that call, which initializes the module")
+            raise config_error("module", got=got, expected="an __init__ with this call, which initializes the module")
         for child in () if settings.has_own_loaders else module.children():
             if isinstance(child, ProgramModel):
                 materialise(child, example_inputs(DataSpec.of(settings.data), device=device))

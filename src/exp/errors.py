@@ -195,8 +195,8 @@ def constructor_error(
         rejected = others or _find_named(message, names)
         if rejected is not None:
             value = f"{show(make.keywords[rejected])}, and {got}"
-            return ErrorDetails(f"{key}.{rejected}", value, "a value that it accepts")
-    return ErrorDetails(key, got, "values that it accepts")
+            return ErrorDetails(f"{key}.{rejected}", value, "a value that the class accepts")
+    return ErrorDetails(key, got, "values that the class accepts")
 
 
 def shorten(message: str, *, most: int = 400) -> str:
@@ -370,9 +370,9 @@ class UserCodeError(RunError):
         return cls(what=what, cause=one_line(error), frames=user_frames(error))
 
     def __str__(self) -> str:
-        fix = "This is an error in your code or data: fix it there" if self.frames else "Check the values that it got"
+        fix = "Fix the error in your code or data" if self.frames else "Check the values that the config gives it"
         text = "\n".join(filter(None, [super().__str__(), self.frames, fix]))
-        return text + (f". The last checkpoint is good. Resume with\n  {self.command}" if self.command else "")
+        return text + (f". The last checkpoint is intact. Resume with\n  {self.command}" if self.command else "")
 
 
 def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:

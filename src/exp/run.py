@@ -154,7 +154,7 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
         return
     if settings.validate:
         if "val" not in parts.stages:
-            raise RunError("validate: got true, and the data or the module has no validation split; expected one")
+            raise RunError("validate=true needs a validation split, which the data or the module does not have")
         _run_stage(parts, start, trainer.validate, verbose=False)
     if settings.predict:
         _run_stage(parts, start, trainer.predict, return_predictions=False)

@@ -376,8 +376,8 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
         explained = RunError(explain_out_of_memory(error, is_built=parts is not None))
     elif LOST_WORKER.search(message_of(error)):
         explained = RunError(
-            f"{error} The worker reads data. The system kills it if the memory is full; otherwise its code ended "
-            "the process. Write data.num_workers=0 to see its error"
+            f"{error} The worker is a process that loads data. Either the system killed the process because the memory "
+            "was full, or an error in the code of the data ended it. Write data.num_workers=0 to see such an error"
         )
     elif isinstance(error, OSError) and _is_below(error.filename, ongoing.directory):
         explained = RunError(_write_message(ongoing, error))
@@ -448,7 +448,7 @@ def _write_message(ongoing: Ongoing, error: OSError) -> str:
     if saved is None:
         return f"{what}, before anything was saved; {fix}, or choose another place with hydra.run.dir"
     command = ongoing.resume_command(str(saved))
-    return f"{what}; the saved checkpoints are good. {fix.capitalize()}, and resume with\n  {command}"
+    return f"{what}; the saved checkpoints are intact. {fix.capitalize()}, and resume with\n  {command}"
 
 
 def draw_pictures(report: Report) -> bool:

@@ -42,7 +42,7 @@ def span_seconds(span: str) -> float:
     """Return the number of seconds of a duration such as 1h30m. Raise ValueError for other texts."""
     found = SPAN.fullmatch(span.strip()) if span.strip() else None
     if found is None:
-        raise ValueError(f"{span!r} is no time such as 1h30m")
+        raise ValueError(f"{span!r} is not a duration such as 1h30m")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
 

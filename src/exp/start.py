@@ -73,7 +73,7 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
     decided = plan(read_resolved(directory))
     found = newest_of(directory) if found is None else found
     if found.path is None:
-        raise RunError(f"{directory} has no whole checkpoint to resume from")
+        raise RunError(f"{directory} has no intact checkpoint to resume from")
     with run_log(directory, rank=ALONE):
         for note in (*found.notes, f"resuming from {found.path}"):
             log.warning("%s", note)

@@ -22,7 +22,7 @@ VERB = re.compile(r"\b(?:[Ww]rite|[Aa]dd|[Oo]r|is) ")
 VALUE = re.compile(r"Write ((?:-?\d[\w.]*|null|true|false))(?: without quotes)?$")
 SPELLING = re.compile(r"Did you mean (\S+)\?")
 # Message about an unknown key, such as `optimizer.lrr=1`, and not about the value of an existing key.
-OF_A_KEY = re.compile(r"no such|not a setting|there is no (?!option)|no key|no parameter|.*begins with no key")
+OF_A_KEY = re.compile(r"no such|not a setting|there is no (?!option)|no key|no parameter|.*does not begin with a key")
 # A word that users must replace, as in resume=PATH.
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")
 

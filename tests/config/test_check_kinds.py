@@ -175,12 +175,15 @@ def test_values_within_their_bounds_are_accepted():
     assert not list(node_errors("own.node", {"_target_": BOUNDED, **kept, "_partial_": True}, allow=[PACKAGE]))
 
 
+ACCEPTED = "expected values that the class accepts"
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         ("last is 1; expected 4 or more. Swap", "hooks.mine.last: 1; expected 4 or more. Swap"),
         ("both are 3; expected two numbers", "hooks.mine: both are 3; expected two numbers"),
-        ("no", f"hooks.mine: {__name__}.Mine refused its values (ValueError: no); expected values that it accepts"),
+        ("no", f"hooks.mine: {__name__}.Mine refused its values (ValueError: no); {ACCEPTED}"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_reported_at_the_parameter_it_names(words, error):

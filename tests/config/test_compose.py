@@ -237,7 +237,7 @@ def test_an_include_cycle_is_an_error(names):
         ("a: [1, 2\nb: 3\n", "line 2"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("a: !!python/object/apply:os.system [echo]\n", "could not determine a constructor"),
-        ("a: &a [*a]\n", "into itself"),
+        ("a: &a [*a]\n", "contains itself"),
         ("- " * 400_000 + "x\n", "nested too deeply"),
         ("?\t" * 400_000 + "x\n", "model/broken.yaml"),
         ("defaults: [{a: b, c: d}]\n", "Too many keys"),

@@ -95,7 +95,7 @@ def test_values_of_a_changed_file_are_kept(folder, capsys):
     assert again == {key: value for key, value in config_of(run).items() if key != "optimizer"}
     printed = capsys.readouterr().err.splitlines()
     expected = "optimizer.nesterov=true, optimizer.momentum=0.5, model.layers.head.bias=true"
-    assert printed == [f"as in {run}; the configs differ today: {expected}"]
+    assert printed == [f"values of {run}, which differ from those of the present files: {expected}"]
     # Overrides of this command take precedence.
     other = config_of(frozen(f"from_run={run}", "optimizer=sgd", "model.layers.head.bias=false"))
     assert "nesterov" not in other["optimizer"]
@@ -231,7 +231,7 @@ def test_the_allow_list_must_be_repeated(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     own = ["security.allow=[nets]", "data=wine", "model={_target_: nets.Net, in_features: 13, out_features: 3}"]
     run = frozen(*own)
-    with pytest.raises(ConfigError, match=r"security.allow: security.allow=\[nets\] in .*If you trust it, add 'secur"):
+    with pytest.raises(ConfigError, match=r"security.allow: security.allow=\[nets\] in .*If you trust the packages"):
         frozen(f"from_run={run}", "seed=2")
     assert config_of(frozen(f"from_run={run}", own[0], "seed=2"))["model"] == config_of(run)["model"]
 

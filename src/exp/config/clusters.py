@@ -47,8 +47,8 @@ def refuse_cluster(target: str) -> None:
         raise config_error(
             "hydra/launcher",
             got=f"{CLUSTERS[target].word}, for a single run",
-            expected="a sweep: a launcher runs its jobs",
-            fix="Write -m in front of the overrides: a sweep may have one job",
+            expected="a sweep, because a launcher starts the jobs of a sweep",
+            fix="Write -m in front of the overrides. A sweep may have a single job",
         )
 
 

@@ -127,7 +127,7 @@ def expand_run(
         if now and then:  # without the changes of the command
             then = changes(run, own, compose_run(overrides, several=multirun), now)
     except ConfigError as error:
-        print(f"{run} cannot be compared with the configs of today: {error.errors[0]}", file=sys.stderr)
+        print(f"The config of {run} cannot be compared with the present files: {error.errors[0]}", file=sys.stderr)
         return overrides
     if then:
         print(report_changes(run, then), file=sys.stderr)

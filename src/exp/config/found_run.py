@@ -49,7 +49,7 @@ def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     except (HydraException, RecursionError):
         return None, list(overrides)  # checked_lines reports the error
     if len(own) > 1 or parsed.is_sweep_override():
-        raise _refusal(" ".join(own), "one run", "Sweep over what differs from it: -m from_run=DIR seed=0,1,2")
+        raise _refusal(" ".join(own), "one run", "For several runs, sweep over another key: -m from_run=DIR seed=0,1,2")
     path: object = parsed.value()
     if own[0].startswith(("+", "~")) or not isinstance(path, str):
         raise _refusal(own[0], f"{KEY}=DIR, {WHERE}")
@@ -91,8 +91,8 @@ def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = (
     kept = [text for text in recorded if key_of(text) not in keys and text != "+hooks=[]"]
     trusting = [text for text in kept if key_of(text) == "security.allow"]
     if trusting:
-        got, fix = f"{trusting[0]} in {run}", f"If you trust it, add '{trusting[0]}' to this command"
-        raise config_error("security.allow", got=got, expected="packages that this command names", fix=fix)
+        got, fix = f"{trusting[0]} in {run}", f"If you trust the packages, add '{trusting[0]}' to this command"
+        raise config_error("security.allow", got=got, expected="packages that this command allows", fix=fix)
     return [*kept, *now]
 
 
@@ -175,7 +175,7 @@ def override_texts(values: Mapping[str, object]) -> list[str]:
 def report_changes(run: Path, then: Mapping[str, object]) -> str:
     """Return a line that reports the values of a run that are different today, which the command sets."""
     pairs = [text.removeprefix("++") for text in override_texts(then)]
-    return f"as in {run}; the configs differ today: {among(pairs)}"
+    return f"values of {run}, which differ from those of the present files: {among(pairs)}"
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:

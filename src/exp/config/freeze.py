@@ -90,7 +90,7 @@ def write_frozen(
 def _unwritable(directory: Path, error: OSError) -> RunError:
     return RunError(
         f"the run directory {directory} cannot be written: {error.strerror or error}. "
-        "Remove it, or set another with hydra.run.dir=outputs/elsewhere"
+        "Remove the directory, or set another one by hydra.run.dir=outputs/elsewhere"
     )
 
 

@@ -101,7 +101,7 @@ def read_parent(directory: Path) -> Mapping[str, object] | None:
 def _config_text(directory: Path | str) -> tuple[str, Path]:
     path = Path(directory) / "config.yaml"
     if not path.is_file():
-        raise RunError(f"{path} does not exist; a run directory of exp.train has a frozen config.yaml")
+        raise RunError(f"{path} does not exist; expected a run directory, which contains config.yaml")
     return _text(path), path
 
 
@@ -109,13 +109,13 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} cannot be read: {describe_exception(error)}. Restore the file of the run") from error
+        raise RunError(f"{path} cannot be read: {describe_exception(error)}. Restore the file") from error
 
 
 def _mapping(text: str, *, name: str) -> dict[str, Any]:
     content = _parse(text, name=name)
     if not isinstance(content, dict):
-        raise RunError(f"{name} is not as exp wrote it: it holds no mapping. Restore the file of the run")
+        raise RunError(f"{name} was changed after exp wrote it: it has no mapping. Restore the file")
     return content
 
 
@@ -123,7 +123,7 @@ def _parse(text: str, *, name: str) -> object:
     try:
         return parse_yaml(text, name=name)
     except ConfigError as error:
-        raise RunError(f"{name} is not as exp wrote it: {error.errors[0].got}. Restore the file of the run") from error
+        raise RunError(f"{name} was changed after exp wrote it: {error.errors[0].got}. Restore the file") from error
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> Any:
@@ -167,8 +167,8 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
     flags = " ".join(f"--allow {package}" for package in others)
     keys = f"'security.allow=[{','.join(others)}]' to the command, in Python allow={others} to exp.load"
     raise config_error(
-        "security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command names",
-        fix=f"If you trust them, add {keys if is_override else flags}", source=source,
+        "security.allow", got=f"[{', '.join(others)}] in a file", expected="packages that this command allows",
+        fix=f"If you trust the packages, add {keys if is_override else flags}", source=source,
     )  # fmt: skip
 
 

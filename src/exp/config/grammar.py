@@ -72,11 +72,11 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
     if stop is None:
         start, stop = 0, start
     if not all(map(math.isfinite, (start, stop, step))) or step == 0:
-        raise ValueError("a number is infinite or nan, or the step is 0")
+        raise ValueError("range(...) needs finite numbers and a step other than 0")
     first, end, distance = (Fraction(repr(number)) for number in (start, stop, step))
     count = max(0, math.ceil((end - first) / distance))
     if count > MAX_NUMBERS:
-        raise ValueError(f"{count:,} numbers are more than {MAX_NUMBERS:,}")
+        raise ValueError(f"range(...) has {count:,} numbers, and the limit is {MAX_NUMBERS:,}")
     kind = int if all(isinstance(number, int) for number in (start, stop, step)) else float
     return Numbers(list=[kind(first + place * distance) for place in range(count)])
 

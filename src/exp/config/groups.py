@@ -65,9 +65,9 @@ class Vocabulary:
                 names += [one for one in extended if one != "_self_" and one not in names]
         if not contents:
             raise config_error(
-                "--config-name", got=f"{self.config_name} is on no search path",
-                expected="train, or a config in ./conf",
-                fix=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave the flag out",
+                "--config-name", got=f"there is no config named {self.config_name}",
+                expected="train, or the name of a file in ./conf",
+                fix=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave out the flag",
             )  # fmt: skip
         return contents
 

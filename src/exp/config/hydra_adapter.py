@@ -59,23 +59,23 @@ HEADER = re.compile(r"#\s*@package\s+(\S+)")
 # `got`, `expected` and `fix` of exp's error.
 REFUSED_CHOICES = {
     r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^'@]+)@": (
-        "an override of the file's own node", "an override of the whole config",
-        "Begin the file with the line `# @package _global_`, and put its own keys below the name of its group",
+        "an `override` that applies only to the key of this file", "an `override` of the top-level group",
+        "Begin the file with the line `# @package _global_`, and put its keys below the name of the group",
     ),
     r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^']+)'": (
         "`override /{group}` without an entry /{group} in the defaults list",
         "a group that the primary config chooses before this file",
-        "Write `- /{group}/NAME` to add an option of it, or correct the name",
+        "Write `- /{group}/NAME` to add an option of the group, or correct the name",
     ),
     r"Could not override '(?P<group>[^']+)'.*To append to your default list use (?P<added>\S+)": (
-        "= on a group without a choice in the defaults list", "+ to add to it", "Write {added}",
+        "= for a group that the defaults list does not contain", "+, which adds an option", "Write {added}",
     ),
     r"(?P<group>[\w/]+) appears more than once in the final defaults list": (
-        "two entries of the defaults list", "one entry that the others override",
-        "Write `- /{group}/NAME` in a file that selects an option which the command line may replace",
+        "two entries in the defaults lists", "one entry, which other files override",
+        "Write `- /{group}/NAME` in the file, so that the command line can still select an option",
     ),
     r"Multiple values for (?P<group>[\w/]+)\.": (
-        "chosen by the defaults list already", "= to choose another", "Write {group}=NAME, without the +",
+        "+ for a group that has an option", "= to select another option", "Write {group}=NAME, without the +",
     ),
 }  # fmt: skip
 # Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
@@ -133,8 +133,8 @@ class ConfigFolder(ConfigSource):
     def _read(self, file: Path, config_path: str) -> ConfigResult:
         content = read_yaml(file)
         if content is not None and not isinstance(content, dict | list):
-            got = f"one value, {content!r}"
-            raise config_error(config_path, got=got, expected="keys and values", source=display_path(file))
+            got = f"only the value {content!r}"
+            raise config_error(config_path, got=got, expected="a mapping of keys to values", source=display_path(file))
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
             raise ConfigError([searchpath_error(settings["searchpath"], source=display_path(file))])
@@ -220,7 +220,7 @@ def _load_plugins() -> None:
         of_plugins = [file for file in files if "hydra_plugins" in Path(file).parts]
         raise config_error(
             "hydra_plugins", got=f"a plug-in of Hydra that fails with {' '.join(one_line(error).split())}",
-            expected="plug-ins that can be imported", fix="Fix it, or uninstall the package that brings it",
+            expected="plug-ins that can be imported", fix="Fix the plug-in, or uninstall its package",
             source=of_plugins[-1] if of_plugins else None,
         ) from error  # fmt: skip
     for plugin in (ConfigFolder, OpenPlaces):
@@ -384,8 +384,8 @@ def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
         try:
             sweeper = Plugins.instance().instantiate_sweeper(config=config, hydra_context=context, task_function=task)
         except RuntimeError as error:
-            got = f"{config.hydra.sweeper['_target_']}, and {one_line(error)}"
-            raise config_error("hydra.sweeper", got=got, expected="a sweeper that can be made") from error
+            got = f"{config.hydra.sweeper['_target_']}, which failed with {one_line(error)}"
+            raise config_error("hydra.sweeper", got=got, expected="a sweeper that can be built") from error
         sweeper.sweep(arguments=recorded_overrides(config))
 
 

@@ -29,14 +29,14 @@ from exp.spelling import among, did_you_mean, fix_of_key
 
 ALLOWED = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 ALLOWED_BELOW = ("hydra.sweeper.", "hydra.launcher.", "hydra.job.config.")
-NO_LOGGING = ("Hydra sets up no logging here", "train.log of the run directory")
-NO_VARIABLES = ("a job changes no environment variables", "NAME=value before the command")
+NO_LOGGING = ("exp does not use Hydra's logging", "train.log of the run directory, which exp writes")
+NO_VARIABLES = ("jobs do not set environment variables", "NAME=value before the command")
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
-    "hydra.job.chdir": ("the working directory never changes", "paths relative to it; results go to the run directory"),
-    "hydra.job.name": ("name is a key of exp", "name=NAME"),
-    "hydra.output_subdir": ("Hydra writes no files here", "config.yaml and overrides.yaml of the run directory"),
-    "hydra.mode": ("the mode is a flag", "-m for several jobs, nothing for one"),
+    "hydra.job.chdir": ("exp does not change the working directory", "paths relative to the working directory"),
+    "hydra.job.name": ("exp takes the job name from the key name", "name=NAME"),
+    "hydra.output_subdir": ("Hydra writes no files in exp", "config.yaml and overrides.yaml of the run directory"),
+    "hydra.mode": ("exp takes the mode from the flags", "-m for a sweep, and no flag for a single run"),
     **dict.fromkeys(("hydra.job_logging", "hydra.hydra_logging", "hydra.verbose"), NO_LOGGING),
     **dict.fromkeys(("hydra.job.env_set", "hydra.job.env_copy"), NO_VARIABLES),
 }
@@ -87,7 +87,7 @@ def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
     errors = unused_settings(content, split("" if layer.package == "_global_" else layer.package))
     for group, option in _hydra_choices(content):
         if group in USED_GROUPS and str(config.hydra.runtime.choices[group]) != option:
-            got = f"{option}, which the choice of the primary config or of the command line overrules"
+            got = f"{option}, which the primary config or the command line replaces"
             fix = f"Write {group}={option} on the command line"
             errors.append(ErrorDetails(group, got, "a choice that takes effect", fix))
     yield from (replace(error, source=source) for error in errors)
@@ -149,15 +149,15 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
         return [ErrorDetails(key, str(error).splitlines()[0], "values that are known before the sweep")]
     errors = [
         ErrorDetails(
-            f"{key}._target_", f"{target} is not of an installed Hydra plug-in",
+            f"{key}._target_", f"{target}, which is not of an installed Hydra plug-in",
             f"hydra/{name}=NAME of an installed plug-in",
         )
         for target in (str(node["_target_"]) for _, node in nodes_in(plain))
         if target not in known
     ]  # fmt: skip
     if word := next(_security_keys(plain), None):
-        fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust it"
-        errors.append(ErrorDetails(f"{key}.params", word, "no key of security, which a sweep may not set", fix))
+        fix = "Write 'security.allow=[PACKAGE]' on the command line, if you trust the package"
+        errors.append(ErrorDetails(f"{key}.params", word, "parameters other than security", fix))
     if name == "launcher" and isinstance(plain, dict):
         errors += cluster_errors({str(word): value for word, value in plain.items()})
     return errors
@@ -203,7 +203,7 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
         return [
             ErrorDetails(key, directory, "a directory below the working directory", f"Write {key}=outputs/elsewhere")
         ]
-    fix = f"Write {key}={directory} on the command line, which may lead to another disk"
+    fix = f"Write {key}={directory} on the command line. Only the command line may leave the working directory"
     return [ErrorDetails(key, directory, "a directory below the working directory", fix)]
 
 
@@ -246,7 +246,7 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     subdir = Path() if errors else Path(config.hydra.sweep.subdir)
     directory = Path(os.path.abspath(Path(sweep) / subdir))
     if not errors and (".." in subdir.parts or Path(os.path.abspath(sweep)) not in directory.parents):
-        errors = [ErrorDetails("hydra.sweep.subdir", str(subdir), "a directory below the sweep's own")]
+        errors = [ErrorDetails("hydra.sweep.subdir", str(subdir), "a directory below the directory of the sweep")]
     raise_errors(errors)
     return str(directory)
 

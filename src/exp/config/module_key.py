@@ -66,7 +66,7 @@ def module_errors(values: Values) -> Iterator[ErrorDetails]:
     for text in refused if isinstance(refused, list) else ():
         key, _, source = text.partition("=")
         expected = f"nothing: {REPLACED[key.partition('.')[0]][1]}"
-        error = not_supported_with(key, "set", other, expected, "Leave it out, or leave out module")
+        error = not_supported_with(key, "set", other, expected, f"Leave {key} out, or leave out module")
         yield replace(error, source=source)
     for key, (required, why) in FIXED.items():
         value = values[key]

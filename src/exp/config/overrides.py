@@ -50,7 +50,7 @@ SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
 # accepts any keys.
 ADDING = ("model.container", "sweep.when")
 NO_SUCH_KEY, IS_THERE = "there is no such key", "+ on an existing key"
-TOO_DEEP = ("nested too deeply", "a value of a few levels")
+TOO_DEEP = ("nested too deeply", "a value with fewer nested levels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,8 @@ def _read(text: str, vocabulary: Vocabulary) -> Line | ErrorDetails:
     secret = find_exposed(text)
     if secret is not None:
         safe = mask_secrets(text)
-        fix = f"Write it in single quotes, so that the shell does not replace it: '{safe}'"
-        expected = "its name, because commands are recorded"
+        fix = f"Use single quotes, so that the shell does not insert the value: '{safe}'"
+        expected = "the name of the variable, because exp records commands"
         return _error(safe.lstrip("+~").partition("=")[0], f"the value of {secret}", expected, fix)
     try:
         if len(text) > MAX_CHARACTERS:
@@ -195,8 +195,8 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[ErrorD
     ]
     return [
         _error(
-            group, f"{group}={option} was ignored by the defaults list", "a choice that takes effect",
-            f"Look for `override {group}` in it",
+            group, f"the defaults lists of the files ignore {group}={option}", "an option that takes effect",
+            f"Remove `override {group}` from the files",
         )
         for group, option in ignored
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def sweep_error(parsed: Override) -> ErrorDetails | None:
     kind = CALLS[type(inner)]
     if isinstance(value, ChoiceSweep):
         return _error(key, f"{kind} among other values, {text}", f"{kind} alone, or single values")
-    fix = f"Name whole lists: {key}=[A,B],[C,D]"
+    fix = f"To sweep over lists, separate whole lists by commas: {key}=[A,B],[C,D]"
     return _error(key, f"{kind} inside a list or a mapping, {text}", f"plain values there, or {kind} alone", fix)
 
 
@@ -262,8 +262,8 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
     if line.is_sweep and not multirun:
         holds_list = isinstance(dict(leaves(vocabulary.declared)).get(line.key), list)
         takes_list = vocabulary.kind(line.group) == "many" if line.group else holds_list
-        several = f", write {line.sign}{line.key}=[{line.value_text}] for all of them at once" if takes_list else ""
-        got, fix = f"several values, {line.value_text}", f"Put -m in front for one job each{several}"
+        several = f". For all values in one run, write {line.sign}{line.key}=[{line.value_text}]" if takes_list else ""
+        got, fix = f"several values, {line.value_text}", f"Put -m in front to run a job with each value{several}"
         return _error(line.key, got, "one value without -m", fix)
     return _choice_error(line, vocabulary) if line.group else _value_error(line, vocabulary)
 
@@ -289,11 +289,11 @@ def _choice_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
     example = vocabulary.example(group)
     if not vocabulary.in_use(group) and line.parsed.package is None:
         expected = f"one of {among(vocabulary.groups, word=group)}"
-        return _error(group, "no group of train.yaml", expected, fix_of_option(line.key, line.value))
+        return _error(group, "not a config group of train.yaml", expected, fix_of_option(line.key, line.value))
     if line.sign == "++":
         return _error(group, f"++ on a group, {line.text}", "= to replace or + to add", f"Write {line.text[2:]}")
     if line.sign == "~" and kind != "own":
-        fix = f"Write {group}=[] for none, ~{group}.NAME for one less" if kind != "one" else f"Write {example}"
+        fix = f"Write {group}=[] for no entry, ~{group}.NAME for one less" if kind != "one" else f"Write {example}"
         return _error(group, "~ on a group", "a choice: a group cannot be removed", fix)
     if line.sign == "+" and kind == "one" and line.parsed.package is None:
         return _error(group, f"+ on {group}, which takes one option", "= to replace it", f"Write {line.text[1:]}")
@@ -306,7 +306,7 @@ def _option_error(line: Line, value: object, vocabulary: Vocabulary) -> ErrorDet
     example = vocabulary.example(group)
     options = vocabulary.options(group)
     if value is None:
-        fix = f"Write {group}=[] for none" if kind != "one" else f"Write {example}"
+        fix = f"Write {group}=[] for no entry" if kind != "one" else f"Write {example}"
         return _error(group, "null", f"one of {among(options)}", fix)
     if isinstance(value, list) and (kind == "one" or (kind == "axis" and value)):
         known = [str(one) for one in value if vocabulary.has_option(group, str(one))]
@@ -341,25 +341,26 @@ def _value_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
         group = line.key.rpartition("/")[0]
         return _error(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
     if line.key in NODES_OF_KEYS and line.key not in vocabulary.groups and isinstance(line.value, str):
-        keys = f"Leave it out: its keys are set one by one, see --cfg job --package {line.key}"
+        keys = f"Leave it out, and set the keys one by one. --cfg job --package {line.key} lists the keys"
         fix = fix_of_option(line.key, line.value) or keys
-        return _error(line.key, f"no group, but a node of train.yaml: {line.text}", "a key of it", fix)
+        return _error(line.key, f"{line.text}, but {line.key} is not a group", f"a key below {line.key}", fix)
     if line.key in vocabulary.groups and line.key not in vocabulary.keys:
         return _unknown_option(line.key, line.value, vocabulary.options(line.key))
     if line.sign == "~" and "." not in line.key:
-        return _error(line.key, "~ on a key at the top", "a value", "Leave it out: it stays as train.yaml has it")
+        fix = "Leave it out to use the value of train.yaml"
+        return _error(line.key, "~ for a top-level key, which cannot be removed", "a value", fix)
     return None
 
 
 def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
     """Return the error of an override if the first name of its key is neither a top-level key nor a group."""
-    got = "no such group or key" if "." not in line.key else f"there is no {top} at the top"
+    got = "no such group or key" if "." not in line.key else f"there is no top-level key {top}"
     # Nested keys are searched only if no word is similar, because listing them takes a composition.
     is_near = is_typo(top, vocabulary.words())
     elsewhere = [] if is_near else [key for key in vocabulary.keys_below if key.rpartition(".")[2] == line.key]
     fix = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
     if fix is None or (line.sign in ("+", "++") and not is_near and not elsewhere):
-        fix = f"A value of your own is +vars.{line.key.replace('/', '.')}={line.value_text}"
+        fix = f"To add a value of your own, write +vars.{line.key.replace('/', '.')}={line.value_text}"
         if "." not in line.key and isinstance(line.value, str):
             fix = f"Write conf/{line.key}/{line.value}.yaml for a group of your own. {fix}"
     return _error(line.key, got, f"one of {among(vocabulary.words(), word=top)}", fix)
@@ -397,7 +398,7 @@ def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabula
             detail = _error(line.key, *TOO_DEEP)
         except OmegaConfBaseException as error:
             got = f"{_shorten(line.text)}: {str(error).splitlines()[0]}"
-            detail = _error(line.key, got, "a value that fits")
+            detail = _error(line.key, got, "a value that the key accepts")
         if detail is not None and not is_open:
             found.append((line, detail))
     return found
@@ -418,13 +419,13 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
     if line.sign == "+" and node is not None and is_plain:
         if isinstance(node, DictConfig) and node:
             keys = [str(key) for key in node]
-            adds = f"Its keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
-            return _error(line.key, f"{_shorten(line.text)}, one value for a mapping", "a value that fits", adds)
+            adds = f"The keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
+            return _error(line.key, f"{_shorten(line.text)}, one value for a mapping", f"a key below {line.key}", adds)
         return _error(line.key, IS_THERE, "= to change it", f"Write {line.text[1:]}")
     is_merged = line.sign == "" and not line.is_sweep and isinstance(line.value, dict) and isinstance(node, DictConfig)
     if is_merged and not ("_target_" in line.value and "_target_" in node) and adds_keys(node, line.value):
         fix = f"Write '+{line.text}', which adds to the mapping"
-        return _error(line.key, f"{_shorten(line.text)}, with keys that do not exist", "a value that fits", fix)
+        return _error(line.key, f"{_shorten(line.text)}, with keys that do not exist", "existing keys", fix)
     return None
 
 
@@ -435,7 +436,7 @@ def _habit_error(line: Line, fix: str) -> ErrorDetails:
         line: Override with the key.
         fix: Equivalent override in exp, or the reason why exp does not have one.
     """
-    got = "this key has another name here" if fix.startswith("Write") else "there is no such key here"
+    got = "this key has another name in exp" if fix.startswith("Write") else "there is no such key in exp"
     return _error(line.key, got, "a key of exp", fix)
 
 
@@ -469,7 +470,7 @@ def _missing_key_error(
         fix = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"Did you mean {elsewhere[0]}?"
     if isinstance(node, DictConfig) and "_target_" in siblings and line.sign == "":
         fix = f"{fix + ' ' if fix else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
-    where = f"one of {among(siblings, word=word)}" if siblings else f"nothing below {parent}"
+    where = f"one of {among(siblings, word=word)}" if siblings else f"no key below {parent}"
     return _error(line.key, NO_SUCH_KEY, where, fix)
 
 
@@ -485,7 +486,7 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
     if not KEY.fullmatch(typed):
         near = ".".join(re.findall(r"[\w$-]+", typed, re.ASCII))
         fixed = f"Did you mean {_shorten(f'{near}={value}')}?" if KEY.fullmatch(near) else None
-        return _error(key or "=", f"{short!r} begins with no key", "names joined by dots, or a group's name", fixed)
+        return _error(key or "=", f"{short!r} does not begin with a key", "names joined by dots, or a group", fixed)
     message = str(error).split("\nSee ")[0].splitlines()
     problem = next((line for line in message if not line.startswith("Error parsing over")), type(error).__name__)
     got = f"{short!r} cannot be read: {re.sub(r'.* while evaluating .*?: ', '', problem)[:120]}"
@@ -496,7 +497,7 @@ def _syntax_error(text: str, error: Exception) -> ErrorDetails:
         near_forms = ["tag"] if "log" in word.lower() else find_nearest(word, forms) or ["interval"]
         got = f"{short!r} cannot be read: there is no {word}(...)"
         return _error(key, got, f"one of {', '.join(forms)}", f"Write {forms[near_forms[0]]}")
-    return _error(key, got, "key=value", f"Quote a value with spaces or signs twice: '{key}=\"...\"'")
+    return _error(key, got, "key=value", f"Quote special characters for the shell and for Hydra: '{key}=\"...\"'")
 
 
 def _error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:

@@ -227,12 +227,12 @@ class _Reader:
     def report_unresolved(self, key: str, text: str, error: Exception) -> None:
         variables = ENVIRONMENT.findall(text)
         if variables and NOT_SET in str(error).lower():
-            fix = f"Set it, or give a default: ${{oc.env:{variables[0]},DEFAULT}}"
+            fix = f"Set the variable, or give a default: ${{oc.env:{variables[0]},DEFAULT}}"
             self.error(key, f"{text}, and {variables[0]} is not set", "an environment variable that is set", fix)
             return
         fixes = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]
         reason = (str(error).splitlines() or ["it refers to itself"])[0]
-        expected = "an interpolation that leads to a value"
+        expected = "an interpolation of an existing value"
         self.error(key, text, expected if fixes else f"{expected} ({reason})", fixes[0] if fixes else None)
 
     def refers_to_an_error(self, text: str) -> bool:
@@ -279,8 +279,8 @@ class _Reader:
 
     def too_large(self, key: str) -> Unknown:
         if not any("too large" in error.got for error in self.errors):
-            fix = "Look for an anchor or an interpolation that holds itself"
-            got, expected = "too large: the config grows without end", f"at most {MAX_NODES} nodes, {MAX_DEPTH} deep"
+            fix = "Look for an anchor or an interpolation that contains itself"
+            got, expected = "too large", f"a config of at most {MAX_NODES} values and {MAX_DEPTH} nested levels"
             self.error(key, got, expected, fix)
         return UNKNOWN
 

@@ -73,7 +73,7 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
             yield invalid_value(key, name, "a name of letters, as in ${name:...}")
         elif name not in _registered and OmegaConf.has_resolver(name):
             fix = f"Write resolvers.my_{name.replace('.', '_')}"
-            yield invalid_value(key, name, "another name", fix, because="which OmegaConf or Hydra has")
+            yield invalid_value(key, name, "another name", fix, because="a name of OmegaConf or Hydra")
         elif not isinstance(dotted, str) or "." not in dotted:
             yield invalid_value(key, dotted, EXAMPLE)
         else:

@@ -60,13 +60,13 @@ def revision(*, seconds: float = MAX_SECONDS) -> dict[str, str] | None:
         return None
     here = Path.cwd().resolve()
     if Path(root) not in (here, *here.parents) or not Path(root, ".git").exists():
-        return {"revision": head, "diff": f"not looked for: the files of this repository are elsewhere, in {root}\n"}
+        return {"revision": head, "diff": f"not read: the files of this repository are in another directory, {root}\n"}
     try:
         places = {"root": root, "index": os.path.abspath(index), "objects": os.path.abspath(objects)}
         diff = _diff(program, head, seconds=until - time.monotonic(), **places)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"it takes more than {seconds:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-        return {"revision": head, "diff": f"not known, for the files could not be compared: {reason}\n"}
+        reason = f"git takes more than {seconds:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        return {"revision": head, "diff": f"unknown, because git could not compare the files: {reason}\n"}
     if len(diff) > MAX_DIFF_CHARACTERS:
         diff = diff[:MAX_DIFF_CHARACTERS] + f"\n... cut here: the diff has {len(diff)} characters\n"
     return {"revision": head, "diff": diff}

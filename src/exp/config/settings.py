@@ -78,7 +78,7 @@ Text = Annotated[str, "text", Predicate(bool)]
 # int is allowed because Hydra reads `name=1` as an integer. float is not, because Hydra reads `name=1.10` as 1.1.
 Folder = Annotated[
     str | int,
-    "text without a leading / or .., a name of 250 bytes at most for a directory in outputs/",
+    "a relative path without .., which becomes a directory in outputs/, with at most 250 bytes in each name",
     Predicate(_is_folder),
 ]
 # A number of epochs or steps. Lightning accepts both -1 and null for no limit.
@@ -95,7 +95,7 @@ Duration = Annotated[
 Span = Annotated[str, "a time such as 90s, 30m or 1h30m", Predicate(_is_span)]
 Inputs = Annotated[
     dict[str, dict[str, Any]],
-    "a mapping of names to {shape: [3, 32, 32], dtype: float32}, null in a shape for a length that differs",
+    "a mapping of names to {shape: [3, 32, 32], dtype: float32}, null in a shape for a length that varies",
     Predicate(_are_inputs),
 ]
 Searched = Annotated[
@@ -109,7 +109,7 @@ Resumed = Annotated[
 Node = Annotated[dict[str, Any], "a node with a _target_", Predicate(is_node)]
 Sample = Annotated[
     list[Count],
-    "a list of integers, 1 or more, of which a sample has at most 1e12 numbers",
+    "a list of integers, 1 or more, with a product of at most 1e12",
     Predicate(lambda shape: math.prod(shape) <= MOST_NUMBERS),
 ]
 Groups = Annotated[dict[str, dict[str, Any]], "a mapping of names to a mapping"]

@@ -176,10 +176,10 @@ def own_training_error(name: str, *, kind: str) -> ErrorDetails:
     """
     got = f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call"
     fix = (
-        "Move its file from conf/model to conf/module and write module instead of model, and Lightning's Trainer runs "
-        f"it unchanged: 'module={{_target_: {kind}}}'; or name the class of the network that it holds"
+        f"To train this class unchanged, select it by module instead of model: 'module={{_target_: {kind}}}'. Move its "
+        "YAML file from conf/model to conf/module. To train only its network, name the class of the network"
     )
-    return ErrorDetails("model._target_", got, "the bare network, a torch.nn.Module", fix)
+    return ErrorDetails("model._target_", got, "a network, which is a plain torch.nn.Module", fix)
 
 
 def own_loaders_error(name: str) -> ErrorDetails:

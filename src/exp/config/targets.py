@@ -129,7 +129,7 @@ def resolve(
     if base is not None:
         _require_base(dotted, value, bases=[base] if isinstance(base, str) else list(base))
     if not is_listed_function and inspect.isabstract(value):
-        fix = f"It lacks {among(sorted(value.__abstractmethods__))}"
+        fix = f"The class does not define {among(sorted(value.__abstractmethods__))}"
         raise TargetError(f"{dotted}, an abstract class", "a class that can be built", fix)
     return value
 
@@ -255,7 +255,7 @@ def _member(module: ModuleType, name: str) -> Any:
 
 def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[str]) -> None:
     is_method = inspect.ismethod(value) or dotted.rpartition(".")[0].rpartition(".")[2][:1].isupper()
-    got, wrap = f"{dotted}, {'a method' if is_method else 'a function'}", "Wrap it in a class of your own"
+    got, wrap = f"{dotted}, {'a method' if is_method else 'a function'}", "Wrap the function in a class"
     if home in LISTED.values() or home in LISTED_CLASSES.values():
         raise TargetError(got, "a class", wrap)
     if not returns:
@@ -297,7 +297,7 @@ def _import(module_name: str, dotted: str) -> ModuleType:
 def _require_class_at_home(dotted: str, value: object, *, home: str) -> None:
     if not inspect.isclass(value):
         kind = "a function" if callable(value) else f"a {type(value).__name__}"
-        fix = "Wrap it in a class of your own" if callable(value) else None
+        fix = "Wrap the function in a class" if callable(value) else None
         raise TargetError(f"{dotted}, {kind}", "a class", fix)
     _require_home(dotted, value, home=home)
 
@@ -331,8 +331,8 @@ def _fix_outside(dotted: str) -> str | None:
     if top in closed_packages() or top in sys.stdlib_module_names:
         return None
     return (
-        f"If it is yours, put {top}.py next to your ./conf; "
-        f"if you trust the package, add 'security.allow=[{top}]' to the command"
+        f"If {top} is your module, put {top}.py next to your ./conf. "
+        f"If you trust the package {top}, add 'security.allow=[{top}]' to the command"
     )
 
 
@@ -358,7 +358,7 @@ def _absent_module_error(dotted: str, missing: str) -> TargetError:
     path = getattr(sys.modules.get(parent), "__path__", None) or []
     near = find_nearest(word, [found.name for found in pkgutil.iter_modules(path)])
     fix = f"Did you mean {parent}.{near[0]}{dotted[len(missing) :]}?" if near else None
-    return TargetError(f"{dotted}: no module {missing}", "a class in a module", fix)
+    return TargetError(f"{dotted}: no module {missing}", "a class of an existing module", fix)
 
 
 def _import_error(dotted: str, module_name: str, error: BaseException) -> TargetError:

@@ -215,7 +215,7 @@ def _check(name: str, root: yaml.Node) -> None:
 
     size = size_of(root, "", ())
     if size > MAX_NODES:
-        raise _error(name, f"its anchors make {size} nodes of it", f"at most {MAX_NODES}")
+        raise _error(name, f"{size} nodes after its anchors are expanded", f"at most {MAX_NODES}")
     raise_errors(errors)
 
 
@@ -223,7 +223,7 @@ def _misread_error(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
     text = node.value
     value = TRUTH.get(text.lower()) or (str(int(text)) if text.lstrip("+-").isdecimal() else "a decimal number")
     return ErrorDetails(
-        key or name, f"{text}, which YAML 1.1 and YAML 1.2 read differently", "a value that both read alike",
+        key or name, f"{text}, which YAML 1.1 and YAML 1.2 read differently", "a value that both read in the same way",
         f"Write {value}, or '{text}' in quotes for the text", source=f"{name}, line {node.start_mark.line + 1}",
     )  # fmt: skip
 
@@ -261,7 +261,7 @@ def _loader(*, fast: bool) -> Any:
 
 
 def _depth_error(name: str) -> ConfigError:
-    return _error(name, "nested too deeply, or into itself", f"at most {MAX_DEPTH} levels")
+    return _error(name, "nested too deeply, or an anchor that contains itself", f"at most {MAX_DEPTH} levels")
 
 
 def _error(name: str, got: str, expected: str) -> ConfigError:

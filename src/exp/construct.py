@@ -164,7 +164,7 @@ def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> d
 
 
 def _check_result(made: object, target: object, name: str, *, key: str) -> object:
-    """Return the result of a target after checking its class.
+    """Return the result of a `_target_` after checking the class of the result.
 
     Args:
         made: Result of the target.
@@ -229,7 +229,7 @@ def _with_secrets(text: str, *, key: str) -> str:
 
 
 def _add_key(error: ErrorDetails, key: str) -> ErrorDetails:
-    """Return an error with the key of the node added before the parameter's name, if its key lacks it."""
+    """Return an error with the full key of a parameter: the key of the node, followed by the name of the parameter."""
     inside = error.key == key or error.key.startswith(f"{key.split('.')[0]}.")
     return error if inside else dataclasses.replace(error, key=f"{key}.{error.key}")
 

@@ -109,7 +109,7 @@ class Report:
 
 
 class Ongoing:
-    """A started run. At its end, it makes the report.
+    """A run that has started. It creates the report when the run ends.
 
     Args:
         directory: Run directory.

@@ -192,7 +192,7 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
 
 
 def own_groups_chosen(composition: Composition) -> list[str]:
-    """Return the user's config groups with a chosen option that is merged at the key named like the group."""
+    """Return the config groups of the user that set the top-level key with the name of the group."""
     tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
     chosen = {group for group, node in tops if group == node}
     return [group for group in composition.vocabulary.own if group in chosen]
@@ -218,9 +218,10 @@ def _after_errors(
 
 
 def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors that no known error may have caused.
+    """Return the errors of a config without those that an error of an override may have caused.
 
-    Errors are left out at the keys of known errors, and below a group with a known error.
+    Errors at the key of an override with an error are left out. Errors below a group whose override has an error are
+    left out, too.
 
     Args:
         found: Errors of the config.

@@ -355,10 +355,10 @@ def registered_options(group: str) -> list[str]:
 
 
 class JobConfigs:
-    """Stub of Hydra's config loader for sweepers.
+    """Replacement of Hydra's config loader that sweepers get.
 
-    Sweepers call the loader to compose the config of each job. The stub returns the config of the sweep unchanged,
-    because exp composes the jobs itself afterwards.
+    A sweeper calls the loader to compose the config of a job. This class returns the config of the sweep unchanged.
+    exp composes the config of a job later, from the overrides that the sweeper selects.
     """
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:

@@ -208,7 +208,7 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:
-    """Return whether a directory is below the fixed beginning of the text on the command line.
+    """Return whether a run directory is below the directory that the command line states without interpolations.
 
     The fixed beginning ends before the first interpolation: for `/disk/${name}` it is `/disk`. The working directory
     and its parents are not accepted as run directories.

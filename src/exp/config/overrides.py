@@ -216,7 +216,7 @@ def sweep_error(parsed: Override) -> ErrorDetails | None:
 
 
 def _calls_in(value: object) -> Iterator[Sweep | Glob]:
-    """Yield the calls, such as `interval(0,1)`, inside a list, a mapping or a list of swept values."""
+    """Yield the functions of Hydra's grammar, such as `interval(0,1)`, that a list, mapping or swept values contain."""
     inner = value.list if isinstance(value, ChoiceSweep) else value
     for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
         if isinstance(one, Sweep | Glob):

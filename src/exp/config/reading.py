@@ -132,7 +132,12 @@ def plain_values(config: DictConfig) -> Plain:
 
 
 def _with_texts(value: object, raw: object) -> object:
-    """Return `value` with each UNKNOWN in the tree replaced by the text at the same place of `raw`."""
+    """Return a plain tree in which unresolved texts replace UNKNOWN.
+
+    Args:
+        value: Plain tree with resolved interpolations. A value that could not be resolved is UNKNOWN.
+        raw: The same tree with unresolved interpolations.
+    """
     if value is UNKNOWN:
         return raw
     if isinstance(value, dict) and isinstance(raw, dict):
@@ -143,7 +148,7 @@ def _with_texts(value: object, raw: object) -> object:
 
 
 def is_open(data: Mapping[str, object]) -> bool:
-    """Return whether the inputs or the number of outputs are not set in a data node, so that the data decide."""
+    """Return whether a data node lacks the inputs or the number of outputs, so that exp reads them from the data."""
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
 

@@ -318,13 +318,13 @@ class Settings:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples in a batch, summed over all ranks. None if the user's loaders decide about it."""
+        """Number of samples in a batch, summed over all ranks. None if the user's data loaders determine it."""
         size = self.data.get("batch_size")
         return size if isinstance(size, int) else None
 
     @property
     def has_own_loaders(self) -> bool:
-        """Return whether the config has a module and the class of its data, outside exp, makes the batches."""
+        """Return whether the config trains a user's LightningModule with batches of a LightningDataModule."""
         return self.module is not None and not str(self.data["_target_"]).startswith("exp.")
 
 

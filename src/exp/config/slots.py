@@ -216,7 +216,7 @@ def nodes_in(plain: object, key: str = "") -> Iterator[tuple[str, dict[str, Any]
 
 
 def package_of_flat(config_path: str, content: object) -> str | None:
-    """Return the package at which Hydra merges a file that is one unnamed entry of a group such as `hooks`.
+    """Return the key at which Hydra merges a file that is one unnamed entry of a group such as `hooks`.
 
     Hydra projects write options this way. The name of the file becomes the name of the entry.
 
@@ -225,7 +225,7 @@ def package_of_flat(config_path: str, content: object) -> str | None:
         content: Content of the file.
 
     Returns:
-        A package such as `hooks.memory`. None for any other file.
+        A key such as `hooks.memory`. None for any other file.
     """
     folder, _, option = config_path.removesuffix(".yaml").rpartition("/")
     group = folder.partition("/")[0]

@@ -34,9 +34,9 @@ FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.[\d_]*([eE][-+]?\d+)?|\d+(_\d+)*[eE][-+]?
 class Position:
     """Position of the first character of a value in a file.
 
-    The first character of a quoted scalar is the one after the quote. The first character of a block scalar
-    (`forward: |`) is in the line after the `|`. Line n of its text is line `line + n - 1` of the file. The columns of
-    the text are shifted by `column - 1`.
+    The position of a quoted text is that of the character after the quote. The position of a block text (`forward: |`)
+    is that of its first character, below the `|`. Line n of a block text is line `line + n - 1` of the file. Column n
+    of the text is column `column + n - 1` of the file.
 
     Args:
         file: Path of the file as shown to users.

@@ -24,7 +24,7 @@ MOST_COLUMNS = 190
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """Values of one tag.
+    """Heat map of one tag, with a row for each layer or parameter, and a column for each step.
 
     Attributes:
         names: Names of the R rows.
@@ -94,7 +94,7 @@ class _Picture(Panel):
 
 @dataclass(slots=True)
 class _Tag:
-    """State of a tag.
+    """Columns and pictures of a tag so far.
 
     Attributes:
         healthy: Bounds of healthy numbers.
@@ -131,9 +131,13 @@ class HeatMaps:
         self._guard(lambda table: table.purge(step))
 
     def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
-        """Return the panels of a step without columns.
+        """Add the columns of a step to the table, and return the other panels of the step.
 
-        If a picture of a tag is due, the result contains its heat map.
+        A column has one value for each layer or parameter. If the heat map of a tag is due, the result contains it.
+
+        Args:
+            panels: Panels by tag.
+            step: Number of completed optimizer steps.
         """
         shown = {tag: panel for tag, panel in panels.items() if not isinstance(panel, Column)}
         for tag, column in panels.items():

@@ -210,7 +210,7 @@ def test_a_run_with_a_removed_option_is_reported(folder, capsys):
     with pytest.raises(ConfigError, match="there is no option 'mine'"):
         frozen(f"from_run={run}")
     assert config_of(frozen(f"from_run={run}", "model=mlp"))["seed"] == 4
-    assert f"{run} cannot be compared with the configs of today: model: " in capsys.readouterr().err
+    assert f"The config of {run} cannot be compared with the present files: model: " in capsys.readouterr().err
 
 
 def test_resume_and_sweep_of_the_run_are_dropped(folder):
@@ -276,7 +276,7 @@ def test_a_sweep_may_start_from_a_run(folder):
         (["from_run=empty"], r"from_run: empty, which has no config.yaml; expected a run directory"),
         (["from_run=half"], r"from_run: half, which has no overrides.yaml"),
         (["from_run=sweep"], r"from_run: sweep, which has no config.yaml"),
-        (["from_run=a,b"], r"from_run: from_run=a,b; expected one run. Sweep over what differs"),
+        (["from_run=a,b"], r"from_run: from_run=a,b; expected one run. For several runs, sweep"),
         (["+from_run=half"], r"expected from_run=DIR"),
         (["from_run=a b=c"], r"from_run: .*a b=c.* cannot be read"),
     ],

@@ -134,7 +134,7 @@ def test_files_outside_the_folder_are_not_shown(repository, tmp_path):
     (repository / "sub").symlink_to(tmp_path)
     assert "private text" not in revision()["diff"]
     git("config", "core.worktree", str(tmp_path))
-    assert "files of this repository are elsewhere" in revision()["diff"]
+    assert "files of this repository are in another directory" in revision()["diff"]
 
 
 def test_a_repository_that_blocks_git_takes_bounded_time(repository):

@@ -494,8 +494,8 @@ class Interrupted(ExpError):
         self.signum, self.checkpoint, self.detail = signum, checkpoint, detail
         self.exit_status = 128 + signum
         self.command: str | None = None
-        why = "a rank hung" if detail else "no step was finished"
-        where = f"the state is in {checkpoint}" if checkpoint else f"no state was saved: {why}"
+        why = "because a rank hung" if detail else "because no step was finished"
+        where = f"the state is in {checkpoint}" if checkpoint else f"no state was saved, {why}"
         super().__init__(f"interrupted by signal {signum}; {where}")
 
     def __str__(self) -> str:

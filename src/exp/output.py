@@ -40,7 +40,11 @@ def warn_not_written(what: str, error: BaseException) -> None:
     # The traceback of an OSError would not help. Tracebacks of other errors are written to train.log.
     traceback = None if isinstance(error, OSError) else error
     log.warning(
-        "%s: %s. The run continues without it", what, entry["error"], extra={NOT_WRITTEN: entry}, exc_info=traceback
+        "%s: %s. The run continues without this output",
+        what,
+        entry["error"],
+        extra={NOT_WRITTEN: entry},
+        exc_info=traceback,
     )
 
 
@@ -51,7 +55,7 @@ def describe_write_error(place: object, error: OSError) -> str:
         place: Path of the file or folder.
         error: Exception of the failed write.
     """
-    fix = "Make room there" if error.errno in NO_SPACE else "Fix that"
+    fix = "Make room there" if error.errno in NO_SPACE else "Fix this error"
     return f"{place}: {error.strerror or error}. {fix}"
 
 

@@ -100,7 +100,7 @@ def test_a_run_goes_on_without_a_log_that_cannot_be_opened(tmp_path: Path, capsy
     with run_log(tmp_path, rank=ALONE, not_written=not_written):
         logging.getLogger("exp").info("nobody reads this")
     assert not_written == [{"what": "train.log", "error": f"Is a directory: {tmp_path / 'train.log'}"}]
-    assert "The run continues without it" in capsys.readouterr().err
+    assert "The run continues without this output" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
@@ -178,4 +178,4 @@ def test_a_log_on_a_full_disk_ends_with_one_line(tmp_path: Path, capsys: pytest.
     with run_log(tmp_path, rank=ALONE):
         for number in range(3):
             logging.getLogger("exp").info("line %d", number)
-    assert capsys.readouterr().err == "train.log: No space left on device. The run continues without it\n"
+    assert capsys.readouterr().err == "train.log: No space left on device. The run continues without this output\n"

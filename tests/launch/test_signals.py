@@ -132,7 +132,7 @@ def test_ranks_that_hang_are_killed_and_named(started):
     command, pids = started(STUCK, grace_seconds=1)
     done = end(command, signal.SIGTERM)
     assert done.returncode == 143
-    assert "interrupted by signal 15; no state was saved: a rank hung" in done.stdout
+    assert "interrupted by signal 15; no state was saved, because a rank hung" in done.stdout
     assert all(f"rank {rank} did not exit within 1 s" in done.stdout for rank in (0, 1))
     assert are_gone(pids)
 

@@ -39,7 +39,7 @@ def test_a_full_stream_falls_silent(caplog: pytest.LogCaptureFixture) -> None:
         assert stream.lost.errno == errno.ENOSPC
         print("b", file=stream, flush=True)
         os.write(full.fileno(), b"the descriptor now leads to /dev/null")
-    assert caplog.messages == [f"standard output: {NO_SPACE}. The run continues without it"]
+    assert caplog.messages == [f"standard output: {NO_SPACE}. The run continues without this output"]
 
 
 def test_an_unencodable_letter_is_escaped() -> None:
@@ -61,7 +61,7 @@ def test_only_a_full_place_is_told_to_make_room() -> None:
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         assert describe_write_error("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Make room there"
     for code in (errno.EIO, errno.EROFS, errno.ESTALE):
-        assert describe_write_error("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Fix that"
+        assert describe_write_error("a", OSError(code, os.strerror(code))) == f"a: {os.strerror(code)}. Fix this error"
 
 
 def assert_reports_a_full_output(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
@@ -209,7 +209,7 @@ def fit(*overrides: str) -> tuple[exp.Report, dict[str, str], str]:
     errors = {entry["what"]: entry["error"] for entry in report.not_written}
     assert len(errors) == len(report.not_written)
     log = (directory / "train.log").read_text()
-    assert log.count("The run continues without it") == len(errors)
+    assert log.count("The run continues without this output") == len(errors)
     return report, errors, log
 
 

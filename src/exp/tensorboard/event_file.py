@@ -274,6 +274,6 @@ def _read(file: BinaryIO, points: _Points) -> Iterator[str]:
         if not count:
             yield "is empty"
     except EOFError:
-        yield "ends within an event: it is still being written, or was cut off"
+        yield "ends within an event: the file is still being written, or is incomplete"
     if damaged:
-        yield f"holds {damaged} damaged event{'s' if damaged > 1 else ''}, left out"
+        yield f"has damaged events, which are skipped: {damaged}"

@@ -398,7 +398,7 @@ def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
 
 
 def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Module:
-    """Build the model with weights initialized from the run's seed. Lazy layers get their sizes in the first forward.
+    """Build the model with weights initialized from the run's seed. Lazy layers get sizes in the first forward.
 
     Args:
         settings: Settings of the run.

@@ -91,14 +91,14 @@ def unknown_word(
     fix: str | None = None,
     source: str | None = None,
 ) -> ErrorDetails:
-    """Return an error about a word that is not one of the known words.
+    """Return an error about a word that is not one of the allowed words.
 
     Args:
         key: Dotted config key.
-        word: Unknown word.
-        known: Known words.
+        word: Word as typed.
+        known: Allowed words.
         got: Description of the problem. Default: the word.
-        fix: Sentence that states the fix. Default: a proposal of the most similar known word.
+        fix: Sentence that states the fix. Default: a proposal of the most similar allowed word.
         source: See ErrorDetails.
     """
     words, got = list(known), word if got is None else got

@@ -1,8 +1,8 @@
-"""Propose words for mistyped and foreign words, and shorten values and lists for messages.
+"""Propose words for mistyped words and for words of other frameworks, and shorten values and lists for messages.
 
-Foreign words are keys, values and flags of Hydra, Lightning and lightning-hydra-template. habits.yaml translates them
-to exp. The functions `fix_of_...` return a fix for an error message, such as `Write precision=bf16`. A test runs the
-text after `Write`.
+habits.yaml translates keys, values and flags of Hydra, Lightning and lightning-hydra-template to those of exp. The
+functions `fix_of_...` return a fix for an error message, such as `Write precision=bf16`. A test runs the text after
+`Write`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LIKENESS = 0.6
 
 
 def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
-    """Return the known names that are most similar to a word, with the most similar first.
+    """Return the names that are most similar to a word, with the most similar first.
 
     Case and the signs - and _ are ignored. If the word is the beginning or a part of a name, its likeness to the name
     is at least 0.8.
 
     Args:
         word: Word as typed.
-        known: Known names.
+        known: Names to compare with the word.
         count: Largest number of returned names.
         likeness: Smallest likeness of a returned name, from 0 to 1 (equal).
     """
@@ -35,7 +35,7 @@ def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: f
 
 
 def is_typo(word: str, known: Iterable[str]) -> bool:
-    """Return whether a word differs from a known name by one letter, or by two swapped letters."""
+    """Return whether a word differs from one of the names by one letter, or by two swapped letters."""
     for name in known:
         longest = max(len(word), len(name))
         if longest > 2 and SequenceMatcher(None, word, name).ratio() >= 1 - 1 / longest:
@@ -44,7 +44,7 @@ def is_typo(word: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return a fix with the most similar known name, such as `Did you mean lr?`; None if no name is similar."""
+    """Return a fix with the most similar of some names, such as `Did you mean lr?`; None if no name is similar."""
     found = find_nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 

@@ -1,4 +1,4 @@
-"""Read the annotations of functions: the types of their parameters and of their result."""
+"""Read the annotations of functions, which state the types of parameters and results."""
 
 from __future__ import annotations
 

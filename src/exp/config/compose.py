@@ -101,8 +101,8 @@ def expand_run(
 ) -> Sequence[str]:
     """Replace `from_run=DIR` by overrides that compose the config of that run.
 
-    Values of the run that differ from the files of today are set by additional overrides, and reported on standard
-    error. Without `from_run`, the overrides are returned unchanged.
+    Values of the run that differ from those of the present files are set by additional overrides, and reported on
+    standard error. Without `from_run`, the overrides are returned unchanged.
 
     Args:
         overrides: Overrides of the command.
@@ -225,7 +225,7 @@ def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails
 
     Args:
         found: Errors of the config.
-        known: Errors of the overrides.
+        known: Errors of overrides.
     """
     groups = {error.key for error in known if "." not in error.key}
     keys = {error.key for error in known}

@@ -1,7 +1,7 @@
 """The override `from_run=DIR`, which starts a new run from the config of an existing run.
 
-The command repeats the overrides of the existing run. Its other overrides replace those with the same key. If a YAML
-file or a default of exp has changed since, the value of the existing run is used.
+The new run has the overrides of the existing run. An override of the command replaces an override with the same key. If
+a YAML file or a default of exp has changed after the existing run, the value of the existing run is used.
 """
 
 from __future__ import annotations
@@ -138,20 +138,20 @@ def _is_below(key: str, others: Sequence[str]) -> bool:
 
 
 def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]) -> dict[str, object]:
-    """Return the differences between a run's frozen config and the config that its overrides compose to today.
+    """Return the differences between a run's frozen config and the config that the same overrides compose now.
 
     Two kinds of value are left out: values that the run determined itself, such as a shape of the data, and values that
     the command changes.
 
     Args:
         run: Run directory.
-        own: Config composed today from the run's overrides.
-        combined: Config composed today from the overrides of the run and of the command.
+        own: Config composed now from the run's overrides.
+        combined: Config composed now from the overrides of the run and of the command.
         now: Overrides of the command.
 
     Returns:
-        The values of the run that are different today. Their keys are those of overrides: keys that do not exist today
-            begin with `++`.
+        The values of the run that differ from those of the present files, by the key of an override. A key that does
+            not exist any more begins with `++`.
     """
     today, changed = (dict(_values(read(config)[0])) for config in (own, combined))
     frozen = dict(_values(raw_values(read_frozen(run))))
@@ -173,7 +173,7 @@ def override_texts(values: Mapping[str, object]) -> list[str]:
 
 
 def report_changes(run: Path, then: Mapping[str, object]) -> str:
-    """Return a line that reports the values of a run that are different today, which the command sets."""
+    """Return a line that reports the values of a run that differ from those of the present files."""
     pairs = [text.removeprefix("++") for text in override_texts(then)]
     return f"values of {run}, which differ from those of the present files: {among(pairs)}"
 

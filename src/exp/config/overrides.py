@@ -327,7 +327,7 @@ def _unknown_option(group: str, option: object, options: Sequence[str]) -> Error
 def _elements(line: Line) -> list[object]:
     """Return the options that an override chooses. A sweep has one element per job.
 
-    The list is empty if the values are unknown, as those of a glob.
+    The list is empty for a glob, because its values are unknown before the sweep.
     """
     if not line.is_sweep:
         return [line.value]

@@ -1,4 +1,4 @@
-"""The settings that exp reads from a config: their keys and the allowed values.
+"""The settings that exp reads from a config, with the allowed values of each key.
 
 train.yaml declares the same keys. A test compares both.
 """

@@ -369,7 +369,7 @@ def _import_error(dotted: str, module_name: str, error: BaseException) -> Target
 def closed_packages() -> set[str]:
     """Return the top-level packages of LISTED.
 
-    Only their listed packages are allowed, even if the working directory has a module of the same name.
+    Other modules of a top-level package are not allowed, even if the working directory has a module of the same name.
     """
     return {name.split(".")[0] for name in LISTED}
 

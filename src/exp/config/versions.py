@@ -1,6 +1,6 @@
 """Keys, values and classes that changed between versions of exp.
 
-Runs and sweeps of earlier versions can be resumed because their configs are converted to this version.
+Configs of earlier versions are converted to this version, so that runs and sweeps of earlier versions can be resumed.
 """
 
 from __future__ import annotations

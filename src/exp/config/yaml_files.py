@@ -1,4 +1,4 @@
-"""Read YAML files with limits for their size, find the lines of keys, and write YAML."""
+"""Read YAML files of limited size, find the lines of keys, and write YAML."""
 
 from __future__ import annotations
 

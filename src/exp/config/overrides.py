@@ -306,7 +306,7 @@ def _option_error(line: Line, value: object, vocabulary: Vocabulary) -> ErrorDet
     example = vocabulary.example(group)
     options = vocabulary.options(group)
     if value is None:
-        fix = f"Write {group}=[] for no entry" if kind != "one" else f"Write {example}"
+        fix = f"Write {group}=[] for no option" if kind != "one" else f"Write {example}"
         return _error(group, "null", f"one of {among(options)}", fix)
     if isinstance(value, list) and (kind == "one" or (kind == "axis" and value)):
         known = [str(one) for one in value if vocabulary.has_option(group, str(one))]

@@ -78,7 +78,7 @@ Text = Annotated[str, "text", Predicate(bool)]
 # int is allowed because Hydra reads `name=1` as an integer. float is not, because Hydra reads `name=1.10` as 1.1.
 Folder = Annotated[
     str | int,
-    "a relative path without .., which becomes a directory in outputs/, with at most 250 bytes in each name",
+    "text without a leading / or .., which becomes a directory in outputs/, with at most 250 bytes in a name",
     Predicate(_is_folder),
 ]
 # A number of epochs or steps. Lightning accepts both -1 and null for no limit.

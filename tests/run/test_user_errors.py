@@ -132,7 +132,7 @@ def test_the_message_names_the_place_and_the_users_frames(overrides, place, erro
     frames = [line for line in message.splitlines() if line.startswith("  File ")]
     assert frames, message
     assert all("faulty.py" in line for line in frames), message
-    assert "fix it there" in message
+    assert "Fix the error in your code or data" in message
     # An OSError in code of a user does not get exp's advice about a full disk.
     assert "room" not in message.lower()
 
@@ -140,4 +140,4 @@ def test_the_message_names_the_place_and_the_users_frames(overrides, place, erro
 def test_a_killed_worker_is_reported_with_the_likely_cause(commands):
     message = failed_run(f"{IN_A_WORKER}killed", commands)
     assert "DataLoader worker" in message
-    assert "if the memory is full" in message
+    assert "because the memory was full" in message

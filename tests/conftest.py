@@ -54,7 +54,7 @@ EXTRAS = Path(exp.__file__).resolve().parent / "extras"
 # Users may remove these folders. A test with another name of a folder fails, because the name is a mistake.
 EXTRAS_NAMES = frozenset({
     "audit", "clusters", "dashboard", "debugging", "deepspeed", "doctor", "evaluation", "export", "finders", "gallery",
-    "hf", "mlflow", "report", "research", "schema", "serve", "survey", "wandb",
+    "hf", "mlflow", "report", "research", "schema", "serve", "survey", "tokenizers", "wandb",
 })  # fmt: skip
 RANK_PROGRAM = Path(__file__).parent / "rank_program.py"
 COMMAND_PROGRAM = Path(__file__).parent / "command_program.py"

@@ -100,13 +100,15 @@ def test_errors_of_arrays_by_name(scans, capsys):
 
     refused(r"data.dataset.target: knd; .*Did you mean kind\?", target="knd")
     refused(r"data.dataset.inputs: imge; .*Did you mean image\?", inputs=["imge"])
-    refused(r"no folder at .*; expected a folder to read", path=str(folder / "gone"))
+    refused(r"no folder at .*; expected an existing folder", path=str(folder / "gone"))
     np.save(folder / "short.npy", np.zeros((3, 2)))
-    refused(r"image has 20, short has 3, kind has 20; expected as many samples", inputs=["image", "short"])
+    refused(
+        r"image has 20 samples, short has 3 samples, kind has 20 samples; expected the same", inputs=["image", "short"]
+    )
     for array, message in (
         (pickled, r"\(.*Python objects.*\); expected an array of numbers"),
-        (np.array(["a", "b"]), ", which holds <U1; expected an array of numbers"),
-        (np.float64(1), ", which is one number"),
+        (np.array(["a", "b"]), " of dtype <U1; expected an array of numbers"),
+        (np.float64(1), ", which is a single number"),
     ):
         np.save(folder / "odd.npy", array, allow_pickle=True)
         refused(rf"odd.npy ?{message}")
@@ -143,8 +145,8 @@ def test_integer_inputs_are_tokens(tmp_path):
 def test_errors_of_arrays_of_one_file(tmp_path, capsys):
     arrays = {
         "good": (r"data.dataset.input: input; .*Did you mean inputs", {"inputs": np.zeros((3, 2))}),
-        "uneven": (r"input has 3, target has 2", {"input": np.zeros((3, 2))}),
-        "nan": (r"a number in input 1 that is not finite", {"input": np.array([[1.0], [np.nan]])}),
+        "uneven": (r"input has 3 samples, target has 2", {"input": np.zeros((3, 2))}),
+        "nan": (r"a number that is not finite in input of sample 1", {"input": np.array([[1.0], [np.nan]])}),
         "pickled": (r"data.dataset.path: .*allow_pickle", {"input": np.array([Evil(), 0], dtype=object)}),
     }
     errors = {f"{name}.npz": message for name, (message, _) in arrays.items()}
@@ -154,7 +156,7 @@ def test_errors_of_arrays_of_one_file(tmp_path, capsys):
     torch.save(torch.zeros(3), tmp_path / "one.pt")
     for name in ("broken.pt", "broken.npz", "table.xls"):
         (tmp_path / name).write_bytes(b"PK\x03\x04 no")
-    errors |= {"evil.pt": r"expected only tensors", "one.pt": r"with Tensor; expected a mapping"}
+    errors |= {"evil.pt": r"expected only tensors", "one.pt": r"with a value of the type Tensor; expected a mapping"}
     errors |= {"broken.pt": r"expected only tensors", "broken.npz": r"arrays of numbers"}
     errors |= {"table.xls": r"a file that ends in .npz", "gone.npz": r"no file at"}
     for name, message in errors.items():
@@ -209,10 +211,10 @@ def test_windows_of_an_array_are_counted(load):
     [
         ({"targets": "lode"}, r"data.dataset.targets: lode; .*Did you mean load\?"),
         ({"time": "load"}, r"data.dataset.time: load of .*, which does not increase from row \d+"),
-        ({"length": 90}, r"data.dataset.length: 90 with a horizon of 1, and a split of 70 rows; expected 70 at most"),
+        ({"length": 90}, r"data.dataset.length: 90 with a horizon of 1, although a split has only 70 rows"),
         ({"targets": []}, r"data.dataset.targets: no column"),
         ({"path": "a.csv", "targets": "x", "time": "day"}, r"no value in line 3 of .*column x; .* Fill it in$"),
-        ({"path": "a.csv", "targets": "x"}, r"column day; .*a finite number. data.dataset.columns lists"),
+        ({"path": "a.csv", "targets": "x"}, r"column day; .*a finite number. Set data.dataset.columns"),
     ],
 )
 def test_errors_of_windows(load, settings, message, monkeypatch):
@@ -276,7 +278,9 @@ def test_errors_of_idx_files(mnist):
         with pytest.raises(ConfigError, match=message):
             Idx(path=str(folder))
     file.unlink()
-    with pytest.raises(ConfigError, match=r"without train-images-idx3-ubyte; expected this file, with or without .gz"):
+    with pytest.raises(
+        ConfigError, match=r"without train-images-idx3-ubyte; expected a folder with this file, with or without .gz"
+    ):
         Idx(path=str(folder))
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(b"\x1f\x8b no")
     with pytest.raises(ConfigError, match=r"expected an IDX file"):

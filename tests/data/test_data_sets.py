@@ -147,9 +147,9 @@ def test_rare_characters_are_unknown(known, text, size):
 def test_errors_of_texts(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ConfigError, match=r"data.dataset.files: .*nothing.txt, which finds no file"):
+    with pytest.raises(ConfigError, match=r"data.dataset.files: .*nothing.txt, which matches no file"):
         Text(files="nothing.txt")
     with pytest.raises(ConfigError, match="not UTF-8 at byte 3"):
         Text(files=str(tmp_path / "latin.txt"))
-    with pytest.raises(ConfigError, match=r"block_size: 8, and a split of 3 characters; expected 2 at most"):
+    with pytest.raises(ConfigError, match=r"block_size: 8, although a split has only 3 characters; expected at most 2"):
         Data(train=Text(files=str(tmp_path / "short.txt"), block_size=8))

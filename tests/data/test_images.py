@@ -62,9 +62,11 @@ def test_folders_of_parts_are_the_parts(pets):
     assert {Path(file).parts[-3] for file in {*files["train"], *files["val"]}} == {"Train"}
     assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
     assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
-    with pytest.raises(ConfigError, match=r"data.split: rules, and Images, which defines its splits"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, although Images defines its splits"):
         Data(dataset=made, split={"folds": 3})
-    with pytest.raises(ConfigError, match=r"data.parts.test: 0.5, and a data set with this split; expected null"):
+    with pytest.raises(
+        ConfigError, match=r"data.parts.test: 0.5, although the data set has a test split; expected null"
+    ):
         Data(dataset=made, parts={"train": 0.5, "test": 0.5})
 
 
@@ -178,16 +180,20 @@ LIST = {"path": "list.csv"}
             {},
             r"1.png, which cannot be read: the format is unknown",
         ),
-        (lambda pets: (pets / "owl").mkdir(), {}, r"pets/owl without a picture; expected a file that ends in .png"),
-        (save("RGB", (9, 9)), {}, r"dataset.resize: null, and pictures"),
-        (save("RGB", (9, 9)), {"resize": 4}, r"data.dataset.resize: 4, and"),
-        (save("L"), {}, r"0.png of mode RGB and .*9.png of mode L"),
-        (save("P"), {}, r"9.png of mode P.*data.dataset.mode=RGB"),
+        (
+            lambda pets: (pets / "owl").mkdir(),
+            {},
+            r"pets/owl without a picture; expected at least one file that ends in .png",
+        ),
+        (save("RGB", (9, 9)), {}, r"dataset.resize: null, although the pictures differ"),
+        (save("RGB", (9, 9)), {"resize": 4}, r"data.dataset.resize: 4, although"),
+        (save("L"), {}, r"0.png is of mode RGB and .*9.png is of mode L"),
+        (save("P"), {}, r"9.png is of mode P.*data.dataset.mode=RGB"),
         (save("I;16"), {"mode": "L"}, r"9.png of .* 8 bits"),
         (save_16_bits(2, 3), {}, r"9.png of pillow's mode RGB;16B, with more than 8 bits"),
         (save_16_bits(4, 2), {"mode": "L"}, r"mode LA;16B, with more than 8 bits"),
         (lambda pets: (pets / "red/9.ppm").write_bytes(b"P6 8 6 1023\n" + bytes(288)), {}, r"mode RGB;16, with more"),
-        (lambda pets: (pets / "red/9.ppm").write_bytes(b"P1 8 6 " + b"1 " * 48), {}, r"9.ppm of mode 1"),
+        (lambda pets: (pets / "red/9.ppm").write_bytes(b"P1 8 6 " + b"1 " * 48), {}, r"9.ppm is of mode 1"),
         (
             parts("train", "val", "dev"),
             {},
@@ -198,9 +204,13 @@ LIST = {"path": "list.csv"}
             {},
             r"pets with more, a folder of classes, next to train and val; .*move .*more",
         ),
-        (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, and .*0.png has 6 x 8"),
+        (lambda pets: None, {"crop": 7}, r"data.dataset.crop: 7 x 7, although .*0.png has 6 x 8"),
         (lambda pets: None, {"path": "red"}, r"red with no folder; expected a folder of pictures for each"),
-        (lambda pets: None, {"mean": [0.5]}, r"data.dataset.std: null, and data.dataset.mean; expected both"),
+        (
+            lambda pets: None,
+            {"mean": [0.5]},
+            r"data.dataset.std: null, although data.dataset.mean is set; expected both",
+        ),
         (write_list("red/0.png,a\nred/1.png,a\n"), LIST, r"one class, a, in"),
         (write_list("red/0.png,a\nred/7.png,b\n"), LIST, r"red/7.png, which does not exist, in line 3 of"),
     ],
@@ -222,7 +232,7 @@ def test_truncated_pictures_are_found_before_training(pets, first):
     for file in (pets / "blue").glob("*.png") if first else [pets / "red/2.png"]:
         file.write_bytes(file.read_bytes()[:4000])
     words = ["data=images", f"data.dataset.path={pets}", "data.parts={train: 0.5, val: 0.5, test: 0}", "test=false"]
-    with pytest.raises(ConfigError, match=r"path: .*png, which cannot be read: .*; expected whole pictures"):
+    with pytest.raises(ConfigError, match=r"path: .*png, which cannot be read: .*; expected undamaged pictures"):
         refuse_other_data(plan(resolve(exp.compose([*words, "data.num_workers=0"]))))
 
 

@@ -191,14 +191,16 @@ def test_a_data_set_is_told_its_epoch(kind, workers):
 def test_a_data_set_keeps_its_length_over_epochs():
     loader = data("workers", train=Growing()).loader("train")
     list(loader)
-    with pytest.raises(ConfigError, match=r"data\.train: 24 samples in epoch 1, and 23 before; expected as many"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train: 24 samples in epoch 1, and 23 before; expected the same number"
+    ):
         list(loader)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_beyond_the_data_are_refused(kind):
     loader = data(kind, train=SizedStream()).loader("train") if kind == "stream" else data(kind).loader("train")
-    with pytest.raises(RunError, match=r"batch 6 of epoch 0.*5 batches of the train split"):
+    with pytest.raises(RunError, match=r"batch 6 of epoch 0, although train has 5 batches"):
         loader.set_position(0, 6)
 
 

@@ -53,7 +53,7 @@ def test_a_stage_may_have_a_separate_data_set():
     data = Data(dataset=numbers(), parts={"train": 0.8, "val": 0.2}, test=test)
     assert [len(data.part(stage)) for stage in data.stages] == [32, 8, 3]
     assert len(Data(dataset=numbers(), test=test).part("test")) == 3
-    with pytest.raises(ConfigError, match=r"data.test: a data set, and a split.*data.parts.test=0"):
+    with pytest.raises(ConfigError, match=r"data.test: a data set, although data.parts.test makes.*data.parts.test=0"):
         Data(dataset=numbers(), parts={"train": 0.5, "test": 0.5}, test=test)
 
 
@@ -128,7 +128,7 @@ def test_a_column_may_name_the_split_of_each_row(tmp_path):
 def test_rules_that_cannot_be_followed_are_refused(tmp_path, split, words):
     with pytest.raises(ConfigError, match=words):
         table(tmp_path, **split)
-    with pytest.raises(ConfigError, match=r"data.split: rules, and a data set for each split"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, although each split has a data set"):
         Data(train=numbers(), val=numbers(), split={"folds": 3})
 
 
@@ -157,18 +157,21 @@ def test_fractions_are_rounded_cumulatively(length, sizes, whole):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"parts": {"train": 0.9, "val": 0.2}}, r"data.parts: fractions that add up to 1.1; expected 1 at most"),
+        (
+            {"parts": {"train": 0.9, "val": 0.2}},
+            r"data.parts: fractions that add up to 1.1; expected a sum of at most 1",
+        ),
         ({"parts": {"train": True}}, r"data.parts.train: true; expected"),
-        ({"parts": {"training": 0.5}}, r"data.parts.training: no split; expected train, val or test"),
-        ({"parts": {"train": 30, "val": 20}}, r"data.parts: splits of 50 samples; expected 40 at most"),
-        ({"parts": {"train": 0.9, "val": 0.001}}, r"data.parts.val: 0.001 of 40 samples, an empty split"),
+        ({"parts": {"training": 0.5}}, r"data.parts.training: training; expected train, val or test"),
+        ({"parts": {"train": 30, "val": 20}}, r"data.parts: splits of 50 samples in total; expected at most 40"),
+        ({"parts": {"train": 0.9, "val": 0.001}}, r"data.parts.val: 0.001 of 40 samples, which is an empty split"),
         (
             {"batch_size": 64, "drop_last": True},
-            r"data.batch_size: 64 with drop_last=true, and only 28 training samples",
+            r"data.batch_size: 64 with data.drop_last=true, although there are only 28 training samples",
         ),
         ({"input_shape": [2]}, r"data.input_shape: \[2\]; expected \[1\], the value of the data"),
         ({"input_dtype": "int64"}, r"data.input_dtype: int64; expected float32"),
-        ({"num_classes": 1}, r"data.num_classes: 1; expected 2 or more: .* has the class 1"),
+        ({"num_classes": 1}, r"data.num_classes: 1; expected 2 or more, because .* has the class 1"),
         ({"dataset": None}, r"data.dataset: null; expected a data set"),
         ({"dataset": None, "train": numbers(0)}, r"data.train: an empty data set"),
         ({"pin_memory": True}, r"data.pin_memory: true; expected a machine with a CUDA device"),
@@ -214,7 +217,7 @@ def test_unknown_numbers_of_classes_are_requested():
         def __getitem__(self, index):
             return torch.zeros(2), index
 
-    with pytest.raises(ConfigError, match=r"data.num_classes: null, and the data set does not state it"):
+    with pytest.raises(ConfigError, match=r"data.num_classes: null, although the data set does not state the number"):
         Data(train=Rows())
     assert Data(train=Rows(), num_classes=4).spec.num_outputs == 4
     assert Data(train=Rows(), num_classes=2, num_outputs=1).spec.num_outputs == 1, "two classes may have one output"
@@ -243,7 +246,7 @@ def test_data_sets_with_fit_need_select():
         def prepare(self, fitted):
             return self
 
-    with pytest.raises(ConfigError, match=r"data.dataset: Asking with fit\(\) and prepare\(\), and neither select"):
+    with pytest.raises(ConfigError, match=r"data.dataset: Asking with fit\(\) and prepare\(\), but neither select"):
         Data(dataset=Asking())
     assert Data(train=Asking()).fitted == {"length": 10}
 

@@ -144,14 +144,14 @@ MISSPELLED = functools.partial(WeightedSampler, weights="importanse")
         (MISSPELLED, {"train": Rows(), "num_classes": 3}, "sampler.weights", "importance?"),
         (WeightedSampler, {}, "sampler", "neither weights nor class_weights"),
         (functools.partial(WeightedSampler, class_weights=[1, 2]), {}, "sampler.class_weights", "has the class 2"),
-        ("balanced", {"num_classes": 5}, "sampler", "without a sample of the class 3"),
-        ("balanced", {"train": TensorDataset(torch.ones(4, 1), torch.ones(4, 1))}, "sampler", "a class number for"),
-        ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream as the train split"),
+        ("balanced", {"num_classes": 5}, "sampler", "no sample of the class 3"),
+        ("balanced", {"train": TensorDataset(torch.ones(4, 1), torch.ones(4, 1))}, "sampler", "one class number for"),
+        ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream is the train split"),
         ("balanced", {"shuffle": False}, "shuffle", "the sampler decides"),
         (functools.partial(SubsetSampler, size=41), {}, "sampler.size", "1 to 40"),
-        (lambda: [0, 1.5], {}, "sampler", "gives 1.5 in epoch 0"),
+        (lambda: [0, 1.5], {}, "sampler", "returns 1.5 in epoch 0"),
         (lambda: [40], {}, "sampler", "integers from 0 to 39"),
-        (list, {}, "sampler", "gives nothing"),
+        (list, {}, "sampler", "returns no items"),
     ],
 )
 def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
@@ -163,7 +163,7 @@ def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
 def test_epochs_of_different_lengths_are_reported():
     loader = data(USER["Shrinking"]).loader("train")
     numbers(loader)
-    with pytest.raises(RunError, match="gives 38 items in epoch 1; expected 39 as in epoch 0"):
+    with pytest.raises(RunError, match="returns 38 items in epoch 1; expected 39 as in epoch 0"):
         numbers(loader)
 
 
@@ -251,7 +251,7 @@ class WordStream(IterableDataset):
         (LengthBuckets, {"train": WordStream()}, "batch_sampler", "stream"),
         (lambda: [0, 1], {}, "batch_sampler", "belongs in data.sampler"),
         (lambda: [[0, 48]], {}, "batch_sampler", "integers from 0 to 47"),
-        (lambda: [[0, 1]], {}, "batch_sampler", "2 samples, 2 of them different, for an evaluation of 48"),
+        (lambda: [[0, 1]], {}, "batch_sampler", "2 indices, 2 of them different, for a split of 48"),
     ],
 )  # fmt: skip
 def test_errors_of_batch_samplers_name_their_key(batch_sampler, settings, key, told):
@@ -279,7 +279,7 @@ def test_padding_equals_that_of_torch():
     assert pictures[0].sum() == 22
     assert Pad()([torch.ones(2), torch.ones(3)]).shape == (2, 3)
     with pytest.raises(
-        ConfigError, match=r"mask: target; expected an entry of the samples with a length. There is: input$"
+        ConfigError, match=r"mask: target; expected an entry of the samples with a length. Available: input$"
     ):
         Pad(masks={"mask": "target"})([(torch.ones(2), 0), (torch.ones(3), 1)])
 

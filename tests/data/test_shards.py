@@ -154,7 +154,9 @@ def test_forked_workers_read_an_archive_independently(tmp_path):
 
 def test_sizes_of_splits_are_an_error(tmp_path):
     write(tmp_path, "npz")
-    with pytest.raises(ConfigError, match=r"data.parts: sizes, and a data set with files for each split"):
+    with pytest.raises(
+        ConfigError, match=r"data.parts: sizes, although data.dataset.files has the files of each split"
+    ):
         data(tmp_path, parts={"train": 0.5, "val": 0.5})
 
 
@@ -175,7 +177,7 @@ def test_columns_become_named_inputs_and_targets(tmp_path):
     assert named.first_samples("train", seconds=9)[1].tolist() == [1, 0]
     for wrong, message in (
         ({}, r"data.dataset.target: 'red' in colour of line 2 of .*a.csv; expected the number of a class.*classes="),
-        ({"classes": ["red", "bleu"]}, r"dataset.target: line 3 of .* of the class blue; expected one of the classes"),
+        ({"classes": ["red", "bleu"]}, r"dataset.target: the class blue in line 3 of .*; expected one of the classes"),
         ({"classes": ["red", "red"]}, r"data.dataset.classes: .*; expected different names"),
         ({"inputs": ["colour"]}, r"data.dataset.inputs: 'red' in colour of line 2 of .*; expected numbers"),
         ({"inputs": ["aeg"]}, r"data.dataset.inputs: aeg; expected a column of .*a.csv. Did you mean age"),
@@ -241,21 +243,21 @@ def pack(*members):
         ),
         ("csv", put("1.csv", "u,v,w,kind\n1,,3,0"), r"'' in v of line 2 of .*1.csv"),
         ("csv", put("1.csv", "u,v,w,kind\n1,nan,3,0"), r"'nan' in v of line 2 of .*1.csv"),
-        ("csv", put("1.csv", ""), r"1.csv \(without a line\); expected names of columns"),
+        ("csv", put("1.csv", ""), r"1.csv \(it is empty\); expected a line with the names"),
         ("jsonl", put("1.jsonl", '{"row": [1, 2, 3], "kind": 0}\n{"row": [1,'), r"1.jsonl, .* at sample 1: line 2: "),
         ("jsonl", put("1.jsonl", '{"row": [1, 2, 3]}'), r"kind, which line 1 of .*1.jsonl does not have"),
-        ("npz", cut("1.npz", left=300), r"1.npz \(File is not a zip file\); expected a whole .npz"),
-        ("npz", objects, r"1.npz \(row.npy holds objects, which may run code"),
+        ("npz", cut("1.npz", left=300), r"1.npz \(File is not a zip file\); expected a complete .npz"),
+        ("npz", objects, r"1.npz \(row.npy contains Python objects, which may run code"),
         (
             "npz",
             lambda folder: np.savez(folder / "1.npz", row=NUMBERS, kind=[1]),
-            r"row has 600, kind has 1",
+            r"row has 600 samples, kind has 1",
         ),
-        ("tar", cut("1.tar", left=2048), r"1.tar \(without a block of zeros"),
+        ("tar", cut("1.tar", left=2048), r"1.tar \(its end is missing"),
         ("tar", link, r"1.tar, which cannot be read at sample 0: a.cls is a link or a device"),
         ("tar", pack(("1.row.pkl", b"x"), ("1.cls", b"1")), r"row.npy, which sample 0 of .*1.tar does not have"),
-        ("tar", pack(("1.cls", b"one"), ("1.row.npy", npy(NUMBERS[0]))), r"sample 0: its cls: "),
-        ("tar", pack(("1.cls", b"1"), ("1.row.npy", npy(np.array([{}])))), r"sample 0: its row.npy: "),
+        ("tar", pack(("1.cls", b"one"), ("1.row.npy", npy(NUMBERS[0]))), r"sample 0: column cls: "),
+        ("tar", pack(("1.cls", b"1"), ("1.row.npy", npy(np.array([{}])))), r"sample 0: column row.npy: "),
         ("tar", pack(("1.cls", b"1"), ("1.cls", b"1")), r"/1.cls occurs twice"),
     ],
 )
@@ -271,7 +273,7 @@ def test_errors_name_the_file_and_the_sample(tmp_path, kind, spoil, message):
 @pytest.mark.parametrize(("value", "dtype"), [(0.5, "bool"), (0.5, "int64"), (2 + 3j, "int64")])
 def test_no_dtype_drops_a_part_of_a_number(tmp_path, value, dtype):
     np.savez(tmp_path / "0.npz", row=np.array([[1, value]]), kind=np.array([0]))
-    with pytest.raises(RunError, match=rf"dtypes\.input: {dtype}, and numbers with a fraction in sample 0"):
+    with pytest.raises(RunError, match=rf"dtypes\.input: {dtype}, although sample 0 of .* has numbers with fractions"):
         list(data(tmp_path, dataset={"dtypes": {"input": dtype}}).loader("train"))
 
 
@@ -294,18 +296,18 @@ def test_ranks_and_workers_name_the_damaged_file(tmp_path, rank, workers):
     damaged[2048:2560] = b"x" * 512
     (tmp_path / "2.tar").write_bytes(damaged)
     loader = data(tmp_path, "tar", num_workers=workers).loader("train", rank=rank, world_size=2)
-    with pytest.raises(RunError, match=r"2.tar, which cannot be read at sample 0: .*; expected whole files"):
+    with pytest.raises(RunError, match=r"2.tar, which cannot be read at sample 0: .*; expected undamaged files"):
         list(loader)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"files": {"train": "none-*.npz"}}, r"data.dataset.files.train: none-\*.npz, which finds no file"),
-        ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: no split; expected train, val or test"),
-        ({"files": {"train": ["0.npz", "0.csv"]}}, r"0.csv and 0.npz; expected files of one kind"),
+        ({"files": {"train": "none-*.npz"}}, r"data.dataset.files.train: none-\*.npz, which matches no file"),
+        ({"files": {"trian": "*.npz"}}, r"data.dataset.files.trian: trian; expected train, val or test"),
+        ({"files": {"train": ["0.npz", "0.csv"]}}, r"0.csv and 0.npz; expected files of the same format"),
         ({"files": {"train": "a.tar.gz"}}, r"a.tar.gz; expected a file that ends in .csv, .* not compressed"),
-        ({"files": {"train": None}}, r"data.dataset.files: no file of any split"),
+        ({"files": {"train": None}}, r"data.dataset.files: no files"),
     ],
 )
 def test_errors_of_globs(tmp_path, monkeypatch, settings, message):
@@ -344,7 +346,9 @@ def test_the_first_samples_are_checked_before_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "jsonl")
     (tmp_path / "3.jsonl").write_text('{"row": [1, 2, 3], "kind": 1}\n{"row": [1, 2, 3], "kind": 3}\n')
-    with pytest.raises(ConfigError, match=r"data.num_classes: 3; expected 4 or more: sample 1 of val has the class 3"):
+    with pytest.raises(
+        ConfigError, match=r"data.num_classes: 3; expected 4 or more, because sample 1 of val has the class 3"
+    ):
         refuse_other_data(plan(resolve(exp.compose(WORDS))))
 
 
@@ -366,5 +370,5 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
     with pytest.raises(RunError, match=r"1.parquet, which cannot be read at sample 0"):
         list(data(tmp_path, "parquet", shuffle=False).loader("train"))
     cut("1.parquet", left=100)(tmp_path)
-    with pytest.raises(ConfigError, match=r"1.parquet \(.*\); expected a whole Parquet file"):
+    with pytest.raises(ConfigError, match=r"1.parquet \(.*\); expected a complete Parquet file"):
         data(tmp_path, "parquet")

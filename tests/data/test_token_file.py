@@ -94,7 +94,11 @@ NPY = {"path": "tokens.npy"}
         (b"", {}, r"tokens.bin of 0 bytes"),
         (bytes(80), {"vocabulary_size": None}, r"data.dataset.vocabulary_size: null, without a tokenizer"),
         (b"\x93NUMPY" + bytes(80), {"path": "tokens.pt"}, r"tokens.pt; expected a .npy, or a .bin of raw numbers"),
-        (bytes(80), {"block_size": 40}, r"data.dataset.block_size: 40, and a split of 40 tokens; expected 39 at most"),
+        (
+            bytes(80),
+            {"block_size": 40},
+            r"data.dataset.block_size: 40, although a split has only 40 tokens; expected at most 39",
+        ),
         (array(np.zeros((4, 4), dtype=np.int64)), NPY, r"tokens.npy of shape .*; expected integers"),
         (array(np.zeros(40)), NPY, r"tokens.npy of shape .*; expected integers"),
         (array(np.zeros(40, dtype=">u2")), NPY, r"tokens.npy of shape .*; expected integers"),
@@ -156,7 +160,7 @@ def test_a_tokenizer_is_read_from_a_file(story, tmp_path):
         (
             {"block_size": 4000},
             PARTS,
-            r"data.dataset.block_size: 4000, and a split of \d+ tokens; expected \d+ at most",
+            r"data.dataset.block_size: 4000, although a split has only \d+ tokens; expected at most \d+",
         ),
         ({}, {"train": 0.8, "val": 20}, r"data.parts.val: 20; expected a fraction: the number of blocks"),
         ({"tokenizer": "story.txt"}, PARTS, r"data.dataset.tokenizer: story.txt \(.*\); expected a tokenizer.json"),

@@ -88,9 +88,9 @@ def test_an_input_that_is_not_finite_is_noted():
 def test_a_later_wrong_label_ends_the_run(overrides, sample):
     with pytest.raises(RunError) as caught:
         exp.fit(composed(*overrides))
-    assert f"data.num_classes: 3; expected 8 or more: {sample}" in str(caught.value)
+    assert f"data.num_classes: 3; expected 8 or more, because {sample}" in str(caught.value)
     assert "has the class 7" in str(caught.value)
-    assert "Its classes are 0 to 2" in str(caught.value)
+    assert "The classes are 0 to 2" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_inputs_are_read_from_the_data_and_frozen():
 @pytest.mark.parametrize(
     ("kind", "overrides", "key", "message"),
     [
-        ("twins", ["~data.inputs.right"], "data.inputs", "left, and samples of 3 values"),
+        ("twins", ["~data.inputs.right"], "data.inputs", "left, although samples have 3 values"),
         ("twins", ["model.inputs=[left,rigth]"], "model.forward", "right"),
         (
             "visits",
@@ -134,7 +134,7 @@ def test_inputs_are_read_from_the_data_and_frozen():
         ("visits", ["data.inputs={image: [1,6,6]}"], "data.inputs", "a mapping of names to {shape: [3, 32, 32]"),
         ("visits", ["data.inputs={target: {shape: [1], dtype: int64}}"], "data.inputs", "a mapping of names"),
         ("visits", ["data.inputs={image: {shape: [0], dtype: int64}}"], "data.inputs", "a mapping of names"),
-        ("molecules", ["data.inputs=null"], "data.inputs", "samples of 3 values"),
+        ("molecules", ["data.inputs=null"], "data.inputs", "samples have 3 values"),
     ],
 )
 def test_inputs_that_do_not_fit_the_network_are_refused(kind, overrides, key, message):

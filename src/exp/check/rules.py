@@ -362,7 +362,7 @@ def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
         return
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:
-        expected = "a data set here, or one each in data.train, data.val, data.test"
+        expected = "a data set, or a data set for each split in data.train, data.val and data.test"
         yield missing_value("data.dataset", expected, got="nothing")
     for name, node in sets.items():
         if node is not UNKNOWN and not is_node(node):

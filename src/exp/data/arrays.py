@@ -63,7 +63,9 @@ class Arrays(Gathered):
             if name not in held:
                 raise name_error(key, name, list(held), expected=f"an array of {self.place}")
         if not names:
-            raise data_error("dataset.path", got=f"{self.place} with only {target}", expected="an input, too")
+            raise data_error(
+                "dataset.path", got=f"{self.place} with only the target {target}", expected="an input array"
+            )
         self.names = {**{name: name for name in names}, TARGET: target}
         if len(names) == 1:
             self.names = {"input": names[0], TARGET: target}
@@ -107,7 +109,7 @@ class Arrays(Gathered):
 def _map_folder(folder: Path) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.npy"))
     if not files:
-        raise data_error("dataset.path", got=f"{folder} without a .npy file", expected="one for each array")
+        raise data_error("dataset.path", got=f"{folder} without a .npy file", expected="a .npy file for each array")
     return {file.stem: map_file(file) for file in files}
 
 
@@ -140,6 +142,6 @@ def read_archive(file: Path) -> dict[str, np.ndarray]:
 
 def _require_rows(array: np.ndarray, what: str) -> None:
     if array.dtype.kind not in NUMERIC:
-        raise data_error("dataset.path", got=f"{what}, which holds {array.dtype}", expected="an array of numbers")
+        raise data_error("dataset.path", got=f"{what} of dtype {array.dtype}", expected="an array of numbers")
     if not array.ndim:
-        raise data_error("dataset.path", got=f"{what}, which is one number", expected="an array [N, ...]")
+        raise data_error("dataset.path", got=f"{what}, which is a single number", expected="an array [N, ...]")

@@ -101,7 +101,7 @@ class TokenBatches(Sampler[list[int]]):
         longest = int(self.lengths.max())
         if longest > tokens:
             got = f"{tokens}, and sample {int(self.lengths.argmax())} of the split has a length of {longest}"
-            raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more")
+            raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more, the length of the longest sample")
         self.sizes: list[int] = []
         count = 0
         # The lengths are sorted, so the current sample is the longest of its batch.
@@ -148,7 +148,7 @@ def lengths_of(part: AnyDataset, *, entry: str, inputs: Sequence[str]) -> Tensor
         try:
             return len(cast(Sized, value))
         except TypeError as error:
-            got = f"{name}, which is one number"
+            got = f"{name}, which is a single number"
             raise data_error(f"{KEY}.entry", got=got, expected="an entry with a length") from error
 
     return torch.tensor(values_of(part, pick), dtype=torch.int64)

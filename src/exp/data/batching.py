@@ -81,11 +81,11 @@ class Passes:
             return self._last[1]
         with preserve_generators():
             found = self._items(epoch)
-        wrong = self._judge(found) if found else ("nothing", "at least one sample or batch")
+        wrong = self._judge(found) if found else ("no items", "at least one sample or batch")
         if self.length and len(found) != self.length:
             wrong = f"{len(found)} items", f"{self.length} as in epoch 0"
         if wrong is not None:
-            got = f"{type(self._sampler).__name__}, which gives {wrong[0]} in epoch {epoch}"
+            got = f"{type(self._sampler).__name__}, which returns {wrong[0]} in epoch {epoch}"
             if not self.length:
                 raise data_error(self._key, got=got, expected=wrong[1])
             raise RunError(f"data.{self._key}: {got}; expected {wrong[1]}")
@@ -118,7 +118,7 @@ class Passes:
             sampler = self._make()
         if isinstance(sampler, DistributedSampler):
             got = f"{type(sampler).__name__}, which divides its samples among ranks"
-            expected = "a sampler of the whole training split, derived from torch.utils.data.Sampler"
+            expected = "a sampler of all samples, because exp divides the samples among the ranks"
             raise data_error(self._key, got=got, expected=expected)
         return sampler
 
@@ -174,13 +174,13 @@ class SampledBatches(EpochBatches):
         seen: list[int] = []
         for batch in found:
             if not isinstance(batch, list | tuple) or not batch:
-                return f"{batch!r}", "lists of samples: a sampler of single samples belongs in data.sampler"
+                return f"{batch!r}", "lists of indices. A sampler that returns single indices belongs in data.sampler"
             if error := _wrong_index(batch, samples=self._samples):
                 return error
             seen += batch
         if self._is_whole and sorted(seen) != list(range(self._samples)):
-            got = f"{len(seen)} samples, {len(set(seen))} of them different, for an evaluation of {self._samples}"
-            return got, "each sample once"
+            got = f"{len(seen)} indices, {len(set(seen))} of them different, for a split of {self._samples} samples"
+            return got, "the index of each sample once"
         return None
 
 
@@ -191,7 +191,7 @@ def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | Non
     """
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
-            return f"{index!r}", f"integers from 0 to {samples - 1}, the numbers of samples"
+            return f"{index!r}", f"integers from 0 to {samples - 1}, the indices of samples"
     return None
 
 
@@ -292,12 +292,15 @@ class Batching:
             ConfigError: A sampler does not support the data, or both samplers are given.
         """
         if sampler is not None and batch_sampler is not None:
-            got, expected = "a batch sampler, and data.sampler", "one of the two: a batch sampler chooses samples, too"
+            got, expected = (
+                "a batch sampler, although data.sampler is set",
+                "only one of the two, because both choose samples",
+            )
             raise data_error("batch_sampler", got=got, expected=expected)
         if sampler is not None:
             make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)
             if not self.shuffle:
-                got, expected = "false, and a sampler", "true: the sampler decides the order"
+                got, expected = "false, although data.sampler is set", "true, because the sampler decides the order"
                 raise data_error("shuffle", got=got, expected=expected)
             self.order = SampledOrder(make, samples=samples_in(self.parts["train"]), seed=self.seed)
             if self.drop_last and len(self.order) < self.batch_size:
@@ -314,11 +317,11 @@ class Batching:
     def _maker(self, make: MakeSampler, stage: Stage, *, key: str, **offers: object) -> Callable[[], AnySampler]:
         part = self.parts.get(stage)
         if part is None or isinstance(part, IterableDataset):
-            got = f"a sampler, and {'no' if part is None else 'a stream as the'} {stage} split"
-            raise data_error(key, got=got, expected="a data set with an index, to draw samples from")
+            got = f"a sampler, although {'there is no' if part is None else 'a stream is the'} {stage} split"
+            raise data_error(key, got=got, expected="a split with indices, from which samples are drawn")
         return maker(make, key=key, offers={"data_source": part, **offers})
 
     def _no_batch(self, held: int) -> ConfigError:
-        got = f"{self.batch_size} with drop_last=true, and only {held} training samples"
-        fix = "Make the batch smaller, or keep the short one with data.drop_last=false"
+        got = f"{self.batch_size} with data.drop_last=true, although there are only {held} training samples"
+        fix = "Reduce the batch size, or set data.drop_last=false"
         return data_error("batch_size", got=got, expected=f"{held} or less", fix=fix)

@@ -102,7 +102,7 @@ class Pad:
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
-            raise sample_error(KEY, got=got, expected="as many axes in every sample")
+            raise sample_error(KEY, got=got, expected="the same number of axes in every sample")
         size = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
         value = self.padding_value
         if isinstance(value, Mapping):

@@ -54,8 +54,8 @@ class ColumnSource(Source):
         self._values = list(columns.values())
         for name, values in columns.items():
             if isinstance(values, np.ndarray) and values.ndim != 1:
-                got = f"{name} of {file}, {list(values.shape)}"
-                raise data_error("dataset.path", got=got, expected="a column of the table, [N]")
+                got = f"{name} of {file} with the shape {list(values.shape)}"
+                raise data_error("dataset.path", got=got, expected="an array [N] for each column")
 
     def place(self, row: int) -> str:
         return f"row {row} of {self.file}"
@@ -89,7 +89,9 @@ def open_source(
     if file.suffix == ".npy":
         rows = np.asarray(columns["input"])
         if rows.ndim > 2:
-            raise data_error("dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="rows, [N] or [N, C]")
+            raise data_error(
+                "dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="an array of rows, [N] or [N, C]"
+            )
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
     decimal = "." if dialect is None else dialect.decimal
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)
@@ -114,7 +116,7 @@ def read_columns(file: Path) -> dict[str, Values]:
     elif file.suffix == ".parquet":
         columns = arrow_columns(read_parquet(file))
     else:
-        raise data_error("dataset.path", got=str(file), expected=f"a file in {', '.join(TYPED)}")
+        raise data_error("dataset.path", got=str(file), expected=f"a file that ends in {', '.join(TYPED)}")
     is_one = {name: isinstance(values, np.ndarray) and not values.ndim for name, values in columns.items()}
     lengths = {name: None if is_one[name] else len(values) for name, values in columns.items()}
     require_sample(min((length or 0 for length in lengths.values()), default=0), file)
@@ -124,7 +126,7 @@ def read_columns(file: Path) -> dict[str, Values]:
 
 def _require_file(file: Path) -> None:
     if not file.is_file():
-        raise data_error("dataset.path", got=f"{file}, which does not exist", expected="a file to read")
+        raise data_error("dataset.path", got=f"{file}, which does not exist", expected="an existing file")
 
 
 def _records(file: Path) -> dict[str, Values]:

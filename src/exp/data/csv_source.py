@@ -64,14 +64,14 @@ class CsvSource(Source):
         dialect = dialect or Dialect()
         self.file, self.dialect = file, dialect
         if dialect.decimal == dialect.delimiter:
-            got = f"{dialect.decimal!r}, which is the delimiter, too"
+            got = f"{dialect.decimal!r}, which is also the delimiter"
             fix = "If semicolons separate the values, write data.dataset.delimiter=';'"
-            raise data_error("dataset.decimal", got=got, expected="two different signs", fix=fix)
+            raise data_error("dataset.decimal", got=got, expected="a sign that differs from the delimiter", fix=fix)
         first = [row for _, row in islice(self._all_rows(), 1 + dialect.header)]
         require_sample(len(first) - dialect.header, file)
         names = [name.strip() for name in first[0]] if dialect.header else list(map(str, range(len(first[0]))))
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            got = f"{file} with {', '.join(twice)} twice"
+            got = f"{file} with the name {', '.join(twice)} twice"
             raise data_error("dataset.path", got=got, expected="a first line with a different name for each column")
         super().__init__(file=file, names=names, missing=Missing.of(missing_values, decimal=dialect.decimal))
 
@@ -89,8 +89,14 @@ class CsvSource(Source):
             if len(row) != len(self.names):
                 sign = self.dialect.delimiter
                 got = f"{len(row)} values in line {line} of {self.file}"
-                fix = f"The delimiter is {sign!r}; data.dataset.delimiter sets another" if len(row) == 1 else None
-                raise data_error("dataset.path", got=got, expected=f"{len(self.names)}, as in its first line", fix=fix)
+                fix = (
+                    f"The delimiter is {sign!r}. Set data.dataset.delimiter if the file has another"
+                    if len(row) == 1
+                    else None
+                )
+                raise data_error(
+                    "dataset.path", got=got, expected=f"{len(self.names)} values, as in the first line", fix=fix
+                )
             yield line, row
 
     def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:
@@ -151,7 +157,7 @@ class CsvSource(Source):
                     line = reader.line_num
                     yield line, row
             except (csv.Error, UnicodeDecodeError) as error:
-                got = f"{self.file}, after line {line + unread_lines(error)}: {error}"
+                got = f"{self.file}, which cannot be read after line {line + unread_lines(error)}: {error}"
                 raise data_error("dataset.path", got=got, expected="CSV in UTF-8") from error
 
 

@@ -277,7 +277,7 @@ def use_pinned_memory(wanted: bool | None) -> bool:
     """
     available = torch.cuda.is_available()
     if wanted and not available:
-        fix = "null pins memory only with a CUDA device"
+        fix = "Set data.pin_memory=null, which pins memory only if there is a CUDA device"
         raise data_error("pin_memory", got="true", expected="a machine with a CUDA device", fix=fix)
     return available if wanted is None else wanted
 
@@ -324,9 +324,14 @@ def read_spec(
     found = {name: TensorSpec(shape=shapes[name], dtype=dtype_name(value.dtype)) for name, value in values.items()}
     target = target_in(batch)
     if not names and declared.input_shape is not None and "input" not in found:
-        got = f"null, and samples with the entries {', '.join(found)}"
+        got = f"null, although samples have the entries {', '.join(found)}"
         expected = "a shape and a dtype for each input of the network, or an entry named input"
-        raise data_error("inputs", got=got, expected=expected, fix="Read them from the data with data.input_shape=null")
+        raise data_error(
+            "inputs",
+            got=got,
+            expected=expected,
+            fix="Set data.input_shape=null to read shapes and dtypes from the data",
+        )
     _refuse_other_inputs(declared.inputs if names else {}, found)
     only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
     shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)
@@ -340,7 +345,7 @@ def read_spec(
         outputs = target.shape[-1] if target.dim() > 1 else 1
     # Without an entry named `target`, no error is raised: terms and metrics may select targets with other names.
     if outputs is None and target is not None:
-        got = "null, and the data set does not state it"
+        got = "null, although the data set does not state the number"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
     # Entries of other dtypes, and entries that are empty in the first sample, such as boxes, are not inputs of the
     # network. Terms and hooks receive them.
@@ -402,5 +407,5 @@ def _refuse_unlike(key: str, declared: object, found: object) -> None:
     """Raise ConfigError if the values of the config and of the data differ. None matches any value."""
     if declared is not None and found is not None and declared != found:
         shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
-        fix = f"Correct it, or read it from the data with data.{key}=null"
+        fix = f"Correct the value, or set data.{key}=null to read the value from the data"
         raise data_error(key, got=str(shown), expected=f"{held}, the value of the data", fix=fix)

@@ -61,7 +61,7 @@ def file_error(file: Path | str, reason: object, expected: str, *, key: str = "d
 def require_sample(count: int, file: Path | str, *, key: str = "dataset.path") -> None:
     """Raise ConfigError if a file has no samples."""
     if count < 1:
-        raise data_error(key, got=f"{file} without a sample", expected="at least one")
+        raise data_error(key, got=f"{file} without a sample", expected="at least one sample")
 
 
 def require_equal_lengths(lengths: Mapping[str, int | None], file: Path | str, *, key: str = "dataset.path") -> None:
@@ -73,8 +73,8 @@ def require_equal_lengths(lengths: Mapping[str, int | None], file: Path | str, *
         key: The config key below `data.`.
     """
     if len(set(lengths.values())) > 1 or None in lengths.values():
-        got = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise data_error(key, got=f"{file}, where {got}", expected="as many samples in each array")
+        got = ", ".join(f"{name} has {length or 'no'} samples" for name, length in lengths.items())
+        raise data_error(key, got=f"{file}, where {got}", expected="the same number of samples in each array")
 
 
 def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
@@ -96,7 +96,7 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
 
 def name_fix(name: str, names: Collection[str]) -> str | None:
     """Return a fix that proposes the closest of `names`, or lists `names`; None if `names` is empty."""
-    return did_you_mean(name, names) or (f"There is: {among(sorted(names), word=name)}" if names else None)
+    return did_you_mean(name, names) or (f"Available: {among(sorted(names), word=name)}" if names else None)
 
 
 def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
@@ -112,8 +112,9 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     """
     if name in fitted:
         return fitted[name]
-    got = f"a training split with {', '.join(fitted) or 'no statistics'}, and a split that is {type(part).__name__}"
-    expected = "one kind of data: the training split scales or encodes the other splits"
+    statistics = ", ".join(fitted) or "no statistics"
+    got = f"a training split with {statistics}, and another split of the class {type(part).__name__}"
+    expected = "the same class for all splits, because statistics of the training split encode the other splits"
     raise data_error("train", got=got, expected=expected)
 
 
@@ -128,7 +129,7 @@ def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset
     """
     if not is_installed(package):
         got, _, fix = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
-        raise data_error(key, got=got, expected="it", fix=f"Install it: {fix}")
+        raise data_error(key, got=got, expected="an installed package", fix=f"Install the package: {fix}")
 
 
 def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
@@ -142,7 +143,7 @@ def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
     for name, size in sizes.items():
         if name not in STAGES:
             fix = did_you_mean(str(name), STAGES)
-            errors.append(data_detail(f"parts.{name}", got="no split", expected="train, val or test", fix=fix))
+            errors.append(data_detail(f"parts.{name}", got=str(name), expected="train, val or test", fix=fix))
         elif not is_share(size):
             expected = "a fraction from 0 to 1, or a whole number of samples"
             errors.append(data_detail(f"parts.{name}", got=show(size), expected=expected))
@@ -150,7 +151,7 @@ def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
             fractions += size
     if fractions > 1 + 1e-9:
         got = f"fractions that add up to {fractions:g}"
-        errors.append(data_detail("parts", got=got, expected="1 at most", fix="Make one split smaller"))
+        errors.append(data_detail("parts", got=got, expected="a sum of at most 1", fix="Reduce the size of a split"))
     return errors
 
 

@@ -33,8 +33,8 @@ def _place(path: str, directory: str, is_there: Callable[[Path], bool], kind: st
         if is_there(place):
             return place
     neighbours = [other.name for place in places if place.parent.is_dir() for other in place.parent.iterdir()]
-    got = f"no {kind} at {' nor at '.join(str(place.absolute()) for place in places)}"
-    raise data_error("dataset.path", got=got, expected=f"a {kind} to read", fix=name_fix(given.name, neighbours))
+    got = f"no {kind} at {' or at '.join(str(place.absolute()) for place in places)}"
+    raise data_error("dataset.path", got=got, expected=f"an existing {kind}", fix=name_fix(given.name, neighbours))
 
 
 def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = "dataset.files") -> list[Path]:
@@ -55,8 +55,8 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
         given = Path(pattern).expanduser()
         matches = _matches(given) or _matches(Path(directory).expanduser() / given)
         if not matches:
-            got = f"{pattern}, which finds no file in {Path.cwd()} nor in {Path(directory).absolute()}"
-            raise data_error(key, got=got, expected="a file, or a glob that finds some")
+            got = f"{pattern}, which matches no file in {Path.cwd()} or in {Path(directory).absolute()}"
+            raise data_error(key, got=got, expected="an existing file, or a pattern that matches files")
         found.update(matches)
     return sorted(found, key=str)
 

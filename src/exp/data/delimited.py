@@ -22,15 +22,15 @@ from exp.data.tables import Encoding, Impute, Table, Words
 Targets = Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]]
 MISSING = "data.dataset.missing_values lists the texts that mean a missing value"
 IMPUTE = (
-    "data.dataset.impute=mean, median or most_frequent fills it from the training split, or leave the column out. "
-    + MISSING
+    "Set data.dataset.impute=mean, median or most_frequent to fill in missing values, or leave the column out with "
+    "data.dataset.ignore. " + MISSING
 )
-NO_ANSWER = f"A row without its target cannot be learned from: remove it from the file. {MISSING}"
+NO_ANSWER = f"Remove rows without a target from the file. {MISSING}"
 NO_NUMBER = (
     "Put the column in data.dataset.categorical or data.dataset.dates, leave it out with data.dataset.ignore=[{}], or "
-    "name the text in data.dataset.missing_values; data.dataset.decimal is the decimal sign"
+    "add the text to data.dataset.missing_values. data.dataset.decimal is the decimal sign"
 )
-NO_DATE = "data.dataset.dates={{{}: '%d.%m.%Y'}} states a format"
+NO_DATE = "Set the format, as in data.dataset.dates={{{}: '%d.%m.%Y'}}"
 
 
 class Csv(Table):
@@ -102,7 +102,9 @@ class Csv(Table):
         nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
-            raise data_error("dataset.ignore", got="every column except the target", expected="an input column")
+            raise data_error(
+                "dataset.ignore", got="every column except the target", expected="at least one input column"
+            )
         figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]
@@ -126,7 +128,7 @@ class Csv(Table):
         self.dates = {source.names[one]: days.get(one) for one in figures if one in days or source.is_date(one)}
         self.notes = tuple(
             f"the column {source.names[column] or NO_NAME} of {source.file} is not an input, because pandas gives this "
-            "name to an index; rename it to keep it"
+            "name to an index; rename the column to use it as an input"
             for column in nameless
         )
 
@@ -168,17 +170,17 @@ def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]
         ConfigError: A target has no task or no column, a class has several columns, or a task has no target.
     """
     if isinstance(task, Mapping) and task.keys() != targets.keys():
-        got = ", ".join(task) or "nothing"
+        got = f"tasks for {', '.join(task) or 'no target'}"
         raise data_error("dataset.task", got=got, expected=f"a task for each target, {', '.join(targets)}")
     tasks = dict(task) if isinstance(task, Mapping) else dict.fromkeys(targets, task)
     columns = list(chain.from_iterable(targets.values()))
     if not all(targets.values()) or len({*columns}) < len(columns):
         got = "no column" if not all(targets.values()) else "a column twice"
-        raise data_error("dataset.target", got=got, expected="one to predict, or several, each once")
+        raise data_error("dataset.target", got=got, expected="one or several columns to predict, each column once")
     for name, several in targets.items():
         if tasks[name] == "classification" and len(several) > 1:
             got = f"{len(several)} columns in a classification"
-            fix = "Give each a name, {kind: species, size: width}, or write data.dataset.task=regression"
+            fix = "Name the targets, as in {kind: species, size: width}, or set data.dataset.task=regression"
             raise data_error("dataset.target", got=got, expected="one column of classes", fix=fix)
     return tasks
 

@@ -67,8 +67,8 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
     if not names:
         return data
     if len(values) not in (len(names), len(names) + 1):
-        got = f"{', '.join(names)}, and samples of {len(values)} values"
-        raise data_error("inputs", got=got, expected="a name for each value except the target, which is the last")
+        got = f"{', '.join(names)}, although samples have {len(values)} values"
+        raise data_error("inputs", got=got, expected="a name for each value except the last, the target")
     return dict(zip((*names, TARGET), values, strict=False))
 
 
@@ -105,15 +105,15 @@ def inputs_in(data: object) -> dict[str, Tensor]:
         ConfigError: The batch has no input tensor, or is a tuple of more than two values.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
-        expected = "the names of all values except the target, which is the last"
-        fix = "For example data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}"
-        raise data_error("inputs", got=f"null, and samples of {len(data)} values", expected=expected, fix=fix)
+        expected = "the names of all values except the last, the target"
+        fix = "For example, set data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}"
+        raise data_error("inputs", got=f"null, although samples have {len(data)} values", expected=expected, fix=fix)
     entries = {name: value for name, value in named_entries(data).items() if name != TARGET}
     found = {name: value for name, value in entries.items() if isinstance(value, Tensor) and value.dim()}
     if not found:
         kinds = [f"{name} is {type(value).__name__}" for name, value in entries.items()]
         got = f"samples whose {' and '.join(kinds)}" if kinds else "samples with only a target"
-        raise data_error("transforms", got=got, expected="a tensor, an array or a number in data.transforms")
+        raise data_error("transforms", got=got, expected="an input that is a tensor, an array or a number")
     return found
 
 

@@ -30,10 +30,10 @@ NumberDtype = Literal["float32", "float64", "int64", "bool"]
 # The dtype of a tensor by the kind of its NumPy dtype.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
 NUMBERS_FIX = (
-    "Fill in a missing value, or remove the record; leave a column of texts out of data.dataset.inputs: "
-    "data=tokens turns texts into tokens, and data=csv encodes words"
+    "Fill in a missing value, or remove the record. Leave a column of texts out of data.dataset.inputs. "
+    "data=csv encodes words, and data=tokens encodes texts"
 )
-CLASS_FIX = "Name the classes in their order, data.dataset.classes=[...], or write data.dataset.task=regression"
+CLASS_FIX = "Set data.dataset.classes=[...] to the names of the classes, or set data.dataset.task=regression"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +154,11 @@ class Fields:
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in (dtypes or {}).items()}
         self.fields: dict[str, Field] = {}
         if self.classes is not None and (task == "regression" or len({*self.classes}) < len(self.classes)):
-            got, expected = f"[{', '.join(self.classes)}] with task={task}", "different names, of a classification"
+            got, expected = f"[{', '.join(self.classes)}] with task={task}", "different names, or null for a regression"
             raise data_error("dataset.classes", got=got, expected=expected)
         if task == "classification" and len(self.targets) > 1:
             got = f"{len(self.targets)} columns in a classification"
-            fix = "Write data.dataset.task=regression for columns of numbers to predict"
+            fix = "Set data.dataset.task=regression to predict several columns of numbers"
             raise data_error("dataset.target", got=got, expected="one column of classes", fix=fix)
 
     @property
@@ -193,7 +193,9 @@ class Fields:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
             found = [name for columns in given for name in as_tuple(columns)]
         if not found:
-            raise data_error("dataset.inputs", got="no column", expected=f"a column of {where} that is not a target")
+            raise data_error(
+                "dataset.inputs", got="no column", expected=f"at least one column of {where} that is not a target"
+            )
         refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 
@@ -244,8 +246,10 @@ class Fields:
     def _field(self, name: str, columns: tuple[str, ...], first: Row) -> Field:
         arrays = [column for column in columns if not is_single(first.record[column])]
         if arrays and len(columns) > 1:
-            got = f"{len(columns)} columns, and {arrays[0]} holds arrays"
-            raise data_error(f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one of arrays")
+            got = f"{len(columns)} columns, although {arrays[0]} contains arrays"
+            raise data_error(
+                f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one column of arrays"
+            )
         dtype = self.dtypes.get(name, torch.float32)
         if arrays and name not in self.dtypes and picture_of(first.record[columns[0]]) is None:
             array = first.array(columns[0], "inputs")
@@ -269,7 +273,7 @@ class Fields:
         if (tensor.is_floating_point() or tensor.is_complex()) and is_whole and not (found == tensor).all():
             dtype = str(field.dtype).removeprefix("torch.")
             expected = "complex64" if tensor.is_complex() else "float32"
-            got = f"{dtype}, and numbers with a fraction in {row.place}"
+            got = f"{dtype}, although {row.place} has numbers with fractions"
             raise sample_error(f"dataset.dtypes.{name}", got=got, expected=expected)
         return found * self.scale if values.dtype == np.uint8 and self.scale != 1.0 else found
 
@@ -288,7 +292,7 @@ class Fields:
             label = str(value)
             if label in self.classes:
                 return torch.tensor(self.classes.index(label))
-            got, expected = f"{row.place} of the class {label}", f"one of the classes {among(self.classes, word=label)}"
+            got, expected = f"the class {label} in {row.place}", f"one of the classes {among(self.classes, word=label)}"
             raise sample_error("dataset.target", got=got, expected=expected, fix=did_you_mean(label, self.classes))
         else:
             number = plain_number(value)

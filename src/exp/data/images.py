@@ -133,7 +133,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         unknown = [name for name in self.classes if name not in known]
         if unknown:
             got = f"the class {unknown[0]}, which is not in the training split"
-            raise data_error("", got=got, expected=f"one of its classes, {', '.join(known)}")
+            raise data_error("", got=got, expected=f"one of the training split's classes, {', '.join(known)}")
         part = copy.copy(self)
         part.classes = tuple(known)
         if self.classes:
@@ -159,7 +159,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         """
         if self.listing is None:
             expected = "pictures that a CSV file lists"
-            raise data_error(key, got=f"{name}, and pictures in folders, which have no columns", expected=expected)
+            raise data_error(key, got=f"{name}, although pictures in folders have no columns", expected=expected)
         source = CsvSource(self.listing, missing_values=())
         return source.texts(source.column(name, key=key))
 
@@ -181,7 +181,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 raise ConfigError([unreadable_picture(file, error)]) from error
         errors = [deep_picture(file, mode) for mode, file in modes.items() if mode not in EIGHT_BITS]
         if not errors and self.form.mode is None and (len(modes) > 1 or not modes.keys() <= {*KEPT}):
-            errors.append(mode_error(" and ".join(f"{file} of mode {mode}" for mode, file in [*modes.items()][:2])))
+            errors.append(mode_error(" and ".join(f"{file} is of mode {mode}" for mode, file in [*modes.items()][:2])))
         raise_errors([*errors, *self._size_errors(sizes)])
 
     def _size_errors(self, sizes: Mapping[tuple[int, int], str]) -> Iterator[ErrorDetails]:
@@ -190,15 +190,18 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             height, width = self.form.crop
             small = [text for text, size in zip(shown, sizes, strict=True) if size[0] < width or size[1] < height]
             if small:
-                got, fix = f"{height} x {width}, and {small[0]}", "Enlarge the pictures with data.dataset.resize"
+                got, fix = (
+                    f"{height} x {width}, although {small[0]} pixels",
+                    "Enlarge the pictures with data.dataset.resize",
+                )
                 yield data_detail("dataset.crop", got=got, expected="at most the size of the smallest picture", fix=fix)
         elif len(sizes) > 1 and not self.any_size:
-            got = f"{self.form.resize or 'null'}, and pictures of {len(sizes)} sizes: {shown[0]}, {shown[1]}"
+            got = f"{self.form.resize or 'null'}, although the pictures differ: {shown[0]}, {shown[1]}"
             fix = (
-                "Write data.dataset.resize=[224,224], or a shorter side and data.dataset.crop; or "
-                "data.dataset.any_size=true, if transforms bring them to one size"
+                "Set data.dataset.resize=[224,224], or data.dataset.resize and data.dataset.crop to a length each. "
+                "If transforms resize the pictures, set data.dataset.any_size=true"
             )
-            yield data_detail("dataset.resize", got=got, expected="one size for all", fix=fix)
+            yield data_detail("dataset.resize", got=got, expected="pictures of the same size", fix=fix)
 
 
 class RandomFlip:
@@ -258,13 +261,13 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
     folders = _folders_in(folder)
     found = {one.name: list(pictures_below(one)) for one in folders}
     if empty := [name for name, files in found.items() if not files]:
-        got, expected = f"{folder / empty[0]} without a picture", f"a file that ends in {', '.join(ENDINGS)}"
+        got, expected = f"{folder / empty[0]} without a picture", f"at least one file that ends in {', '.join(ENDINGS)}"
         raise data_error("dataset.path", got=got, expected=expected, fix="Remove the folder, or put its pictures there")
     if len(found) < 2:
         expected = (
             "a folder of pictures for each of two or more classes, or a CSV file with the columns path and target"
         )
-        raise data_error("dataset.path", got=f"{folder} with {', '.join(found) or 'no folder'}", expected=expected)
+        raise data_error("dataset.path", got=f"{folder} with {'only one' if found else 'no'} folder", expected=expected)
     files = [file for several in found.values() for file in several]
     targets = [number for number, several in enumerate(found.values()) for _ in several]
     return files, torch.tensor(targets), tuple(found)
@@ -321,5 +324,7 @@ def _read_list(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[
     labels = found.words[wanted]
     refuse_labels(source, wanted, labels)
     if len(labels.names) < 2:
-        raise data_error("dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more")
+        raise data_error(
+            "dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more classes"
+        )
     return files, torch.from_numpy(labels.codes), labels.names

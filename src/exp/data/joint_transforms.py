@@ -57,15 +57,15 @@ class JointTransform(SampleTransform):
         named = named_entries(sample, self.inputs)
         for name in self.names:
             if name not in named:
-                got = f"{_name(self.transform)}, which takes {name}"
-                expected = f"parameters with the names of entries, {among(named, word=name)}"
+                got = f"{_name(self.transform)} with the parameter {name}"
+                expected = f"parameters with names of the samples' entries, {among(named, word=name)}"
                 raise data_error(self.key, got=got, expected=expected, fix=did_you_mean(name, named))
         found = self.transform(*[named[name] for name in self.names])
         if not isinstance(found, Mapping):
             values = found if isinstance(found, tuple | list) and len(self.names) > 1 else (found,)
             if len(values) != len(self.names):
                 names = ", ".join(self.names)
-                raise TypeError(f"{_name(self.transform)} returns {len(values)} values; expected those of {names}")
+                raise TypeError(f"{_name(self.transform)} returns {len(values)} values; expected one each for {names}")
             found = dict(zip(self.names, values, strict=True))
         changed = {**named, **found}
         if isinstance(by_name(sample, self.inputs), Mapping) or changed.keys() != named.keys():
@@ -111,8 +111,8 @@ class V2Transform(SampleTransform):
         sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
-            got = f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of one size"
-            fix = "Return torchvision.tv_tensors from the data set; entries that are plain tensors stay unchanged"
+            got = f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of the same size"
+            fix = "Return torchvision.tv_tensors from the data set, because the transform ignores other plain tensors"
             raise data_error("transforms", got=got, expected="samples with tv_tensors, such as Image and Mask", fix=fix)
 
 

@@ -73,13 +73,13 @@ class Labels:
         """
         assert self.classes is not None
         fix = (
-            f"Its classes are 0 to {self.classes - 1}; correct the label, or set ignore_index of the loss to it "
-            "(data.ignored_labels, if your own loss ignores it)"
+            f"The classes are 0 to {self.classes - 1}. Correct the label, or set ignore_index of the loss to the "
+            "label. If your own loss ignores the label, add the label to data.ignored_labels"
         )
         if label < 0:
-            got, expected = f"{self.classes}, and {of} has the label {label}", "0 for the first class"
+            got, expected = f"{self.classes}, although {of} has the label {label}", "labels of 0 or more"
         else:
-            got, expected = str(self.classes), f"{label + 1} or more: {of} has the class {label}"
+            got, expected = str(self.classes), f"{label + 1} or more, because {of} has the class {label}"
         return data_detail("num_classes", got=got, expected=expected, fix=fix)
 
 

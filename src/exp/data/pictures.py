@@ -64,7 +64,9 @@ class PictureForm:
         self.mode, self.mean, self.std = mode, mean, std
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
-            raise data_error(f"dataset.{key}", got=f"null, and data.dataset.{other}", expected="both")
+            raise data_error(
+                f"dataset.{key}", got=f"null, although data.dataset.{other} is set", expected="both values or none"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PictureForm:
@@ -166,23 +168,23 @@ def unreadable_picture(named: str, error: BaseException, *, key: str = "dataset.
     """Return the error for a picture that pillow cannot read."""
     reason = "the format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
-    return data_detail(key, got=got, expected="whole pictures", fix="Replace the file, or leave it out")
+    return data_detail(key, got=got, expected="undamaged pictures", fix="Replace the file, or leave it out")
 
 
 def deep_picture(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
     """Return the error for a picture with more than 8 bits per channel."""
     got = f"{named} of pillow's mode {mode}, with more than 8 bits per channel"
-    fix = "Convert them, or use data=npy for their numbers as arrays"
+    fix = "Convert the pictures to 8 bits, or save the pixels as arrays and set data=npy"
     return data_detail(key, got=got, expected="pictures of 8 bits per channel", fix=fix)
 
 
 def mode_error(found: str) -> ErrorDetails:
     """Return the error for pictures that must be converted by data.dataset.mode."""
     expected, fix = (
-        "pictures that are all RGB or all gray (L), or a mode",
-        "Write data.dataset.mode=RGB, or data.dataset.mode=L",
+        "RGB or L, unless all pictures are RGB or all are gray (L)",
+        "Set data.dataset.mode=RGB, or data.dataset.mode=L",
     )
-    return data_detail("dataset.mode", got=f"null, and {found}", expected=expected, fix=fix)
+    return data_detail("dataset.mode", got=f"null, although {found}", expected=expected, fix=fix)
 
 
 def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
@@ -196,5 +198,5 @@ def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
         ConfigError: The value is not two positive integers.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
-        raise data_error(f"dataset.{key}", got=str(list(size)), expected="pixels, or [height, width]")
+        raise data_error(f"dataset.{key}", got=str(list(size)), expected="a number of pixels, or [height, width]")
     return size[0], size[1]

@@ -38,7 +38,7 @@ def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, 
     if not isinstance(given, str):
         found = _own_share(torch.as_tensor(given, dtype=torch.float64), part)
         if found is None:
-            expected = f"{samples_in(part)}, one for each sample, or one for each of data.dataset"
+            expected = f"{samples_in(part)}, one for each sample of the split, or one for each sample of data.dataset"
             raise data_error(key, got=f"{len(given)} numbers", expected=expected)
         return found
     if (found := attribute_values(part, given)) is not None:

@@ -50,7 +50,7 @@ class WeightedSampler(Sampler[int]):
     ) -> None:
         if (weights is None) == (class_weights is None):
             got = "weights and class_weights" if weights is not None else "neither weights nor class_weights"
-            raise data_error(KEY, got=got, expected="one of the two")
+            raise data_error(KEY, got=got, expected="exactly one of weights and class_weights")
         if weights is not None:
             self.weights = sample_numbers(data_source, weights, key=f"{KEY}.weights", inputs=inputs).double()
         else:
@@ -96,8 +96,8 @@ class BalancedSampler(WeightedSampler):
         known = classes[classes >= 0]  # the loss ignores a label below 0
         counts = torch.bincount(known, minlength=num_classes or 0)
         if missing := (counts == 0).nonzero().flatten().tolist():
-            got = f"balanced by class, and a training split without a sample of the class {missing[0]}"
-            fix = "Draw other splits with data.parts_seed, or correct data.num_classes"
+            got = f"a balanced sampler, although the training split has no sample of the class {missing[0]}"
+            fix = "Change data.parts_seed to divide the data differently, or correct data.num_classes"
             raise data_error(KEY, got=got, expected=f"a sample of each of the {len(counts)} classes", fix=fix)
         weights = {number: 1.0 / count for number, count in enumerate(counts.tolist())}
         super().__init__(
@@ -151,8 +151,8 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
     targets = targets_of(part, stage="train", inputs=inputs, key=KEY)
     first = torch.as_tensor(targets[0])
     if first.dim() or not is_whole(first):
-        got = f"by class, and targets of shape {list(first.shape)} and {first.dtype}"
-        raise data_error(KEY, got=got, expected="a class number for each sample")
+        got = f"a sampler by class, although targets have the shape {list(first.shape)} and the dtype {first.dtype}"
+        raise data_error(KEY, got=got, expected="one class number for each sample")
     return torch.stack([torch.as_tensor(target) for target in targets]).long()
 
 
@@ -176,6 +176,6 @@ def _weights_by_class(classes: Tensor, weights: Sequence[float] | Mapping[int, f
     by_class = {int(number): weight for number, weight in by_class.items()}
     held = [number for number in classes.unique().tolist() if number >= 0]
     if absent := [number for number in held if number not in by_class]:
-        got = f"weights of {len(by_class)} classes, and the training split has the class {absent[0]}"
+        got = f"weights of {len(by_class)} classes, although the training split has the class {absent[0]}"
         raise data_error(f"{KEY}.class_weights", got=got, expected="a weight for each class")
     return torch.tensor([by_class.get(number, 0.0) for number in classes.tolist()], dtype=torch.float64)

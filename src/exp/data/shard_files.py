@@ -106,7 +106,9 @@ class ShardFile(ABC):
         """
         line = next(iter(str(reason).splitlines()), type(reason).__name__)
         got = f"{self.file}, which cannot be read at sample {number}: {line}"
-        return sample_error("dataset.files", got=got, expected="whole files", fix="Replace the file, or leave it out")
+        return sample_error(
+            "dataset.files", got=got, expected="undamaged files", fix="Replace the file, or leave it out"
+        )
 
     def format_error(self, reason: object, expected: str) -> ConfigError:
         """Return the error for a file that does not have the expected format. It is found before a record is read."""
@@ -127,7 +129,7 @@ class CsvShard(ShardFile):
             except (csv.Error, UnicodeDecodeError) as error:
                 raise self.format_error(error, "CSV in UTF-8") from error
         if names is None:
-            raise self.format_error("without a line", "names of columns, and rows")
+            raise self.format_error("it is empty", "a line with the names of the columns, followed by rows")
         self.names = tuple(name.strip() for name in names)
 
     def records(self) -> Iterator[Record]:
@@ -145,7 +147,7 @@ class CsvShard(ShardFile):
         row = cast(list[str], record.held)
         if len(row) != len(self.names):
             raise self.damage_error(
-                record.number, f"{len(row)} values in {record}, and {len(self.names)} in its first line"
+                record.number, f"{len(row)} values in {record}, and {len(self.names)} in the first line"
             )
         return _select(dict(zip(self.names, row, strict=True)), wanted)
 
@@ -166,7 +168,10 @@ class JsonLines(ShardFile):
         except (ValueError, RecursionError) as error:
             raise self.damage_error(record.number, f"line {record.line}: {error}") from error
         if not isinstance(held, dict):
-            raise self.damage_error(record.number, f"line {record.line} holds a {type(held).__name__}, not a mapping")
+            raise self.damage_error(
+                record.number,
+                f"line {record.line} contains a value of the type {type(held).__name__}, not a JSON object",
+            )
         return _select(held, wanted)
 
 
@@ -222,7 +227,7 @@ class ParquetShard(ChunkedFile):
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
         except errors as error:
-            raise self.format_error(error, "a whole Parquet file") from error
+            raise self.format_error(error, "a complete Parquet file") from error
         chunks = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         super().__init__(file, names=metadata.schema.to_arrow_schema().names, chunks=chunks, errors=errors)
 
@@ -249,9 +254,9 @@ class NpzShard(ChunkedFile):
                     if name.endswith(NPY)
                 }
         except errors as error:
-            raise self.format_error(error, "a whole .npz of NumPy's") from error
+            raise self.format_error(error, "a complete .npz file of NumPy") from error
         if not shapes:
-            raise self.format_error("without an array", "arrays [N, ...]")
+            raise self.format_error("it has no arrays", "arrays [N, ...]")
         lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
         require_equal_lengths(lengths, file, key="dataset.files")
         super().__init__(file, names=list(shapes), chunks=[next(iter(lengths.values())) or 0], errors=errors)
@@ -278,7 +283,7 @@ class TarShard(ShardFile):
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
                 # Records may be missing, because the file is truncated.
-                raise self.format_error("without a block of zeros at its end", "a whole .tar that is not compressed")
+                raise self.format_error("its end is missing", "a complete .tar file that is not compressed")
 
     def records(self) -> Iterator[Record]:
         number, key, held = 0, None, dict[str, tuple[int, int]]()
@@ -318,7 +323,7 @@ class TarShard(ShardFile):
             # tarfile mistakes a damaged header for the end of the archive.
             raw.seek(archive.offset)
             if raw.read(BLOCK).strip(b"\0"):
-                raise tarfile.ReadError(f"the content at byte {archive.offset} is not a file of a .tar")
+                raise tarfile.ReadError(f"the content at byte {archive.offset} is not the header of a file")
 
     def names_of(self, record: Record) -> tuple[str, ...]:
         held = _files_of(record)[1]
@@ -344,12 +349,15 @@ class TarShard(ShardFile):
             raise self.damage_error(record.number, f"{name} is truncated")
         kind = name.rpartition(".")[2]
         if kind not in DECODERS:
-            expected, fix = f"a file that ends in one of {', '.join(DECODERS)}", "Name others in data.dataset.inputs"
+            expected, fix = (
+                f"a file that ends in one of {', '.join(DECODERS)}",
+                "Select other columns in data.dataset.inputs",
+            )
             raise sample_error("dataset.inputs", got=f"{name} of {record}", expected=expected, fix=fix)
         try:
             return DECODERS[kind](content)
         except (ValueError, EOFError) as error:
-            raise self.damage_error(record.number, f"its {name}: {error}") from error
+            raise self.damage_error(record.number, f"column {name}: {error}") from error
 
 
 class OpenFile:
@@ -389,7 +397,7 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(raw)
     if dtype.hasobject:
-        raise ValueError(f"{name} holds objects, which may run code when they are read")
+        raise ValueError(f"{name} contains Python objects, which may run code when they are read")
     return tuple(shape)
 
 

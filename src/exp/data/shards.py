@@ -82,7 +82,7 @@ class Shards(Dataset[object]):
             picture=PictureForm(resize=resize, crop=crop, mode=mode, mean=mean, std=std),
         )
         if wrong := [name for name in files if name not in STAGES]:
-            raise data_error(f"dataset.files.{wrong[0]}", got="no split", expected="train, val or test")
+            raise data_error(f"dataset.files.{wrong[0]}", got=wrong[0], expected="train, val or test")
         self.files: dict[Stage, list[ShardFile]] = {}
         for stage, patterns in files.items():
             if patterns is not None:
@@ -91,8 +91,8 @@ class Shards(Dataset[object]):
         opened = [file for several in self.files.values() for file in several]
         if not opened or len(set(map(type, opened))) > 1:
             one_each = {type(file): file for file in reversed(opened)}
-            got = " and ".join(str(file.file) for file in reversed(one_each.values())) or "no file of any split"
-            raise data_error("dataset.files", got=got, expected="files of one kind")
+            got = " and ".join(str(file.file) for file in reversed(one_each.values())) or "no files"
+            raise data_error("dataset.files", got=got, expected="files of the same format")
         self.fields = fields_of(fields, opened)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream]:
@@ -102,8 +102,8 @@ class Shards(Dataset[object]):
             ConfigError: `sizes` are not the default sizes. The files determine the sizes.
         """
         if dict(sizes) != dict(DEFAULT_SIZES):
-            got, expected = "sizes, and a data set with files for each split", "null"
-            raise data_error("parts", got=got, expected=expected, fix="Set data.dataset.files.val and files.test")
+            got, expected = "sizes, although data.dataset.files has the files of each split", "null"
+            raise data_error("parts", got=got, expected=expected, fix="Set data.parts=null")
         return {
             stage: ShardStream(files=self.files[stage], fields=self.fields) for stage in STAGES if stage in self.files
         }

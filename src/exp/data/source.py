@@ -244,9 +244,10 @@ def refuse_labels(source: Source, column: int, labels: Words) -> None:
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
-        got = f"classification of {len(labels.names)} labels that are numbers with fractions"
-        fix = "data=csv_regression selects it, with its objective and metrics"
-        raise data_error("dataset.task", got=got, expected="regression for the column " + source.names[column], fix=fix)
+        name = source.names[column]
+        got = f"classification, although {name} has {len(labels.names)} labels that are numbers with fractions"
+        fix = "Set data=csv_regression, which also selects an objective and a metric for a regression"
+        raise data_error("dataset.task", got=got, expected=f"regression for the column {name}", fix=fix)
 
 
 def days_since_1970(text: str, form: str | None) -> float:

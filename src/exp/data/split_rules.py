@@ -74,7 +74,9 @@ class SplitRules:
             expected = "0 without data.split.folds" if rules.folds is None else f"0 to {rules.folds - 1}"
             raise data_error("split.fold", got=str(rules.fold), expected=expected)
         if rules.column is not None and rules != cls(column=rules.column):
-            raise data_error("split.column", got=f"{rules.column}, and other rules", expected="only the column")
+            raise data_error(
+                "split.column", got=f"{rules.column}, although other rules are set", expected="no other rules"
+            )
         return rules
 
 
@@ -177,7 +179,11 @@ def _classes(dataset: AnyDataset) -> Sequence[object]:
         return list(dataset.class_numbers(key="split.stratify"))
     targets = targets_of(dataset, stage="train", inputs=(), key="split.stratify")
     if any(isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point()) for one in targets[:1]):
-        raise data_error("split.stratify", got="true, and targets that are numbers", expected="classes, or false")
+        raise data_error(
+            "split.stratify",
+            got="true, although targets are not class numbers",
+            expected="false, or targets that are classes",
+        )
     return [int(one) for one in targets]
 
 
@@ -193,7 +199,7 @@ def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
         found = [str(one.item() if isinstance(one, Tensor) else one) for one in read]
     missing = [index for index, text in enumerate(found) if text is None]
     if missing:
-        got = f"{name}, which has no value in {len(missing)} samples, the first of them sample {missing[0]}"
+        got = f"{name}, which has no value in {len(missing)} samples, the first of which is sample {missing[0]}"
         raise data_error(key, got=got, expected="a value for each sample")
     return [str(text) for text in found]
 

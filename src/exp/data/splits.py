@@ -61,18 +61,23 @@ def make_splits(
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
         raise data_error(
-            "dataset", got="null", expected="a data set here, or one each in data.train, data.val, data.test"
+            "dataset",
+            got="null",
+            expected="a data set, or a data set for each split in data.train, data.val and data.test",
         )
     if dataset is None and choose is not None:
-        got, expected = "rules, and a data set for each split", "data.dataset, which the rules divide"
+        got, expected = "rules, although each split has a data set", "rules only for data.dataset, which they divide"
         raise data_error("split", got=got, expected=expected)
     if dataset is not None:
         # By default, the data set is divided only among the stages that are not in `given`.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
-                got, expected = f"a data set, and a split of data.dataset in data.parts.{name}", "one of the two"
-                raise data_error(name, got=got, expected=expected, fix=f"Leave the split out with data.parts.{name}=0")
+                got, expected = (
+                    f"a data set, although data.parts.{name} makes the same split of data.dataset",
+                    "only one of the two",
+                )
+                raise data_error(name, got=got, expected=expected, fix=f"Set data.parts.{name}=0")
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}
 
@@ -90,7 +95,7 @@ def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | Non
     if (found := earlier()) is not None:
         return found
     if "train" not in parts:
-        expected = f"one: its statistics scale or encode the {fitted[0]} split"
+        expected = f"a training split, because its statistics scale or encode the {fitted[0]} split"
         raise data_error("train", got="no training split", expected=expected)
     train = parts["train"]
     return train.fit() if isinstance(train, Fittable) else {}
@@ -165,11 +170,11 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
             stop = round(along * length)
             counts[name], reached = stop - reached, stop
     if sum(counts.values()) > length:
-        got = f"splits of {sum(counts.values())} {unit}"
-        raise data_error("parts", got=got, expected=f"{length} at most, the whole data set")
+        got = f"splits of {sum(counts.values())} {unit} in total"
+        raise data_error("parts", got=got, expected=f"at most {length}, the size of the data set")
     for name, count in counts.items():
         if not count:
-            got = f"{sizes[name]} of {length} {unit}, an empty split"
+            got = f"{sizes[name]} of {length} {unit}, which is an empty split"
             fix = f"Enlarge the split, or leave it out with data.parts.{name}=0"
             raise data_error(f"parts.{name}", got=got, expected=f"at least one of the {unit}", fix=fix)
     return counts
@@ -192,8 +197,8 @@ def divide(
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
-        got = f"rules, and {type(dataset).__name__}, which defines its splits or is a stream"
-        expected = "a data set with an index and without splits"
+        got = f"rules, although {type(dataset).__name__} defines its splits or is a stream"
+        expected = "a data set that has an index and does not define its splits"
         raise data_error("split", got=got, expected=expected)
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
@@ -201,7 +206,7 @@ def divide(
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         expected = "a data set with an index, which can be divided"
-        fix = "Give data.train, data.val and data.test a stream each"
+        fix = "Set data.train, data.val and data.test to a stream each"
         raise data_error("dataset", got=f"{type(dataset).__name__}, a stream of samples", expected=expected, fix=fix)
     draw = partial(random_splits, length=samples_in(dataset), seed=seed)
     chosen: Mapping[Stage, Tensor] = draw(wanted) if choose is None else choose(dataset, wanted)
@@ -215,7 +220,8 @@ def _own_parts(
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
     for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
-        raise data_error(f"parts.{stage}", got=f"{known[stage]}, and a data set with this split", expected="null")
+        got, fix = f"{known[stage]}, although the data set has a {stage} split", f"Set data.parts.{stage}=null"
+        raise data_error(f"parts.{stage}", got=got, expected="null", fix=fix)
     whole = samples_in(own["train"])
     taken = lengths(missing, whole)
     chosen = random_splits({"train": whole - sum(taken.values()), **taken}, length=whole, seed=seed)
@@ -242,8 +248,8 @@ def _select(dataset: AnyDataset, indices: Tensor) -> AnyDataset:
         if isinstance(dataset, Selectable):
             return dataset.select(indices)
         name = type(dataset).__name__
-        got = f"{name} with fit() and prepare(), and neither select(indices) nor divide(sizes)"
-        expected = "a data set with one of them, so that its training split can be fitted"
+        got = f"{name} with fit() and prepare(), but neither select(indices) nor divide(sizes)"
+        expected = "select(indices) or divide(sizes), which return the training split that is fitted"
         raise data_error("dataset", got=got, expected=expected)
     if isinstance(dataset, Indexed):
         return Selection(source=dataset, indices=indices)

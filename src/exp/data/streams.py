@@ -138,8 +138,8 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             return
         if wanted is not None and index < wanted:
             yield RunError(
-                f"the stream of {self.stage} ended before sample {index}; expected {wanted} samples, its length. A "
-                "StopIteration in its code, such as that of next() without a default, also ends it"
+                f"the stream of {self.stage} ended before sample {index}; expected {wanted} samples, the length of the "
+                "stream. Correct the length, or look for a StopIteration in the stream's code, which ends the stream"
             )
 
     def _open(self) -> Iterator[object]:

@@ -119,13 +119,15 @@ class Table(Dataset[object]):
         found = [self._of_rows(target.codes) for target in self.targets.values() if isinstance(target, Words)]
         if len(found) != 1:
             raise data_error(
-                key, got=f"true, and a table with {len(found)} targets of classes", expected="one, or false"
+                key,
+                got=f"true, although the table has {len(found)} targets with classes",
+                expected="one target with classes",
             )
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
         """Raise ConfigError at `key`, because only a table from a file has columns that are not inputs."""
-        raise data_error(key, got=name, expected="a column of a file that is not an input")
+        raise data_error(key, got=f"{name}, although this table is not from a file", expected="a table from a file")
 
     def fit(self) -> Fitted:
         """Return the statistics of these rows: column names, means, deviations, imputed values, words and classes.
@@ -171,7 +173,7 @@ class Table(Dataset[object]):
         statistics = fitted_entry(fitted, FITTED, part=self)
         mine, theirs = [*self.columns, *self.words], [*statistics["numbers"], *statistics.get("words", ())]
         if mine != theirs:
-            expected = f"those of the training split, {theirs}"
+            expected = f"the columns of the training split, {theirs}"
             raise data_error("", got=f"a split with the columns {mine}", expected=expected)
         widths = [
             self._known_classes(name, target, statistics) if isinstance(target, Words) else target.shape[1]
@@ -314,7 +316,7 @@ class Table(Dataset[object]):
             if word_key(target.names[number]) not in keys:
                 row = int((self._of_rows(target.codes) == number).argmax())
                 got = f"the class {target.names[number]} of {name} in row {row}, which is not in the training split"
-                raise data_error("", got=got, expected=f"one of its classes, {', '.join(theirs)}")
+                raise data_error("", got=got, expected=f"one of the training split's classes, {', '.join(theirs)}")
         return len(theirs)
 
     def _fills(self, numbers: np.ndarray) -> Tensor:
@@ -328,9 +330,9 @@ class Table(Dataset[object]):
             if not len(known):
                 raise data_error(
                     "dataset.ignore",
-                    got=f"the column {name}, without a number in the training split",
-                    expected="columns with a number to fill the others with",
-                    fix=f"Leave it out with data.dataset.ignore=[{name}]",
+                    got=f"the column {name}, which has no number in the training split",
+                    expected="at least one number, from which missing values are filled in",
+                    fix=f"Leave the column out with data.dataset.ignore=[{name}]",
                 )
             if self.impute == "most_frequent":
                 values, counts = np.unique(known, return_counts=True)

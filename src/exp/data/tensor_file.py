@@ -56,7 +56,7 @@ class TensorFile(Tensors):
         for name, tensor in arrays.items():
             bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             if bad.any():
-                got = f"{file} with a number in {name} {int(bad.nonzero()[0])} that is not finite"
+                got = f"{file} with a number that is not finite in {name} of sample {int(bad.nonzero()[0])}"
                 raise data_error("dataset.path", got=got, expected="finite numbers")
         inputs, targets = arrays["input"], arrays.get(TARGET)
         is_scaled = inputs.is_floating_point() or inputs.dtype == torch.uint8
@@ -104,6 +104,8 @@ def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
     if isinstance(held, tuple | list) and len(held) == len(names):
         held = dict(zip(names, held, strict=True))
     if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):
-        expected = "a mapping of names to tensors, or a pair"
-        raise data_error("dataset.path", got=f"{file} with {type(held).__name__}", expected=expected)
+        expected = "a mapping of names to tensors, or a pair of tensors"
+        raise data_error(
+            "dataset.path", got=f"{file} with a value of the type {type(held).__name__}", expected=expected
+        )
     return dict(held)

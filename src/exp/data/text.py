@@ -155,8 +155,8 @@ class TextBlocks(Gathered):
         self.tokens, self.block_size, self.vocabulary = tokens, block_size, vocabulary
         self.num_classes = len(vocabulary)
         if len(tokens) <= block_size:
-            got = f"{block_size}, and a split of {len(tokens)} {vocabulary.unit}"
-            expected = f"{max(1, len(tokens) - 1)} at most, which leaves a target for the last position"
+            got = f"{block_size}, although a split has only {len(tokens)} {vocabulary.unit}"
+            expected = f"at most {max(1, len(tokens) - 1)}, because the last position needs a target"
             raise data_error("dataset.block_size", got=got, expected=expected)
         # A view of the tokens. Windows overlap by one token, which is a target in one block and an input in the next.
         self._windows = tokens[offset:].unfold(0, block_size + 1, block_size)

@@ -182,7 +182,7 @@ class UnlabelledSeries(Unlabelled):
         refuse_overflow(rows, source, names, values)
         if len(rows) < self.length:
             got = f"{source.file} with {len(rows)} rows"
-            raise data_error("dataset.path", got=got, expected=f"a window of {self.length} at least")
+            raise data_error("dataset.path", got=got, expected=f"at least {self.length} rows, the length of a window")
         windows = rows.unfold(0, self.length, self.stride)
         return Tensors(entries={INPUT: windows.movedim(-1, 1).float().contiguous()})
 
@@ -321,7 +321,9 @@ def pictures_at(place: Path, options: Options) -> list[Path]:
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:
-        raise data_error("dataset.path", got=f"{place} without a picture", expected=f"one in {', '.join(ENDINGS)}")
+        raise data_error(
+            "dataset.path", got=f"{place} without a picture", expected=f"a file that ends in {', '.join(ENDINGS)}"
+        )
     return found
 
 
@@ -329,7 +331,7 @@ def _require_header(file: Path, names: Sequence[str]) -> None:
     """Raise ConfigError if a .csv file has no header, because its first sample would be read as column names."""
     are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
     if are_numbers and list(names) != [str(number) for number in range(len(names))]:
-        fix = "Write the names of the columns above it"
+        fix = "Add a first line with the names of the columns"
         raise data_error("dataset.path", got=f"{file}, whose first line holds numbers", expected="a header", fix=fix)
 
 
@@ -337,7 +339,7 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
     try:
         array = np.asarray(values)
     except ValueError as error:
-        got = f"{named}, lists of different lengths"
+        got = f"{named}, which contains lists of different lengths"
         raise data_error("dataset.path", got=got, expected="samples of one shape, [N, ...]") from error
     if array.dtype.kind not in "fiub":
         raise data_error("dataset.path", got=f"{named}, which is not an array of numbers", expected="numbers [N, ...]")
@@ -348,7 +350,7 @@ def _tensor(values: object, spec: TensorSpec, *, named: str, is_final: bool, sca
         size in (None, length) for size, length in zip(shape, array.shape[1:], strict=True)
     )
     if is_final and not fits:
-        raise data_error("dataset.path", got=f"{named}, {list(array.shape)}", expected=f"[N, *{shape}]")
+        raise data_error("dataset.path", got=f"{named} of shape {list(array.shape)}", expected=f"[N, *{shape}]")
     given = torch.from_numpy(np.array(array.astype(np.int64) if array.dtype.kind == "u" else array, order="C"))
     tensor = given.to(dtype)
     tensor = tensor * scale if is_scaled and scale != 1.0 else tensor

@@ -25,7 +25,7 @@ from exp.data.tables import moments
 from exp.shared_types import Stage
 
 FITTED = "windows"
-NO_NUMBER = "data.dataset.columns lists the columns to read; data.dataset.time names a column of dates"
+NO_NUMBER = "Set data.dataset.columns to the columns of numbers, and data.dataset.time to a column of dates"
 
 
 class Windows(Dataset[object]):
@@ -82,7 +82,7 @@ class Windows(Dataset[object]):
         named = list(map(str, columns or ()))
         refuse_unknown_columns(file, source.names, {"columns": named, "targets": self.targets, "time": moment})
         if not self.targets:
-            raise data_error("dataset.targets", got="no column", expected="one to predict, or several")
+            raise data_error("dataset.targets", got="no column", expected="one or several columns to predict")
         nameless = [name for name in source.names if name not in self.targets and NAMELESS.fullmatch(name)]
         others = [name for name in source.names if name not in (*moment, *nameless)]
         self.inputs = tuple(others if columns is None else named)
@@ -128,12 +128,15 @@ class Windows(Dataset[object]):
         statistics = fitted_entry(fitted, FITTED, part=self)
         if list(self.columns) != statistics["columns"]:
             got, theirs = f"a split with the columns {list(self.columns)}", statistics["columns"]
-            expected, fix = f"those of the training split, {theirs}", f'Write "data.dataset.columns={theirs}"'
+            expected, fix = f"the columns of the training split, {theirs}", f'Set "data.dataset.columns={theirs}"'
             raise data_error("", got=got, expected=expected, fix=fix)
         if not len(self):
-            got = f"{self.length} with a horizon of {self.horizon}, and a split of {len(self.values)} rows"
-            fix = "Shorten the window, or enlarge the split in data.parts"
-            raise data_error("dataset.length", got=got, expected=f"{len(self.values)} at most together", fix=fix)
+            got = f"{self.length} with a horizon of {self.horizon}, although a split has only {len(self.values)} rows"
+            expected, fix = (
+                f"a sum of at most {len(self.values)}",
+                "Shorten the window, or enlarge the split in data.parts",
+            )
+            raise data_error("dataset.length", got=got, expected=expected, fix=fix)
         rows = torch.from_numpy(self.values)
         if self.standardise:
             rows = (rows - statistics["means"]) / statistics["deviations"]

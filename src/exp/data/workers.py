@@ -128,9 +128,10 @@ class Assembly:
 
 def _collate_error(error: BaseException, place: str) -> SampleError:
     """Return the error for samples that torch's default_collate cannot batch."""
-    expected = "tensors, arrays, numbers and texts of one size, in tuples, lists or mappings"
-    fix = "Pad them by data.collate=pad, bring them to one size in data.transforms, or name a data.collate"
-    return sample_error("collate", got=f"samples {place}: {one_line(error)}", expected=expected, fix=fix)
+    expected = "samples of the same size that contain tensors, arrays, numbers or texts"
+    fix = "Pad the samples with data.collate=pad, resize them in data.transforms, or set data.collate to your function"
+    got = f"samples {place}, which cannot be batched: {one_line(error)}"
+    return sample_error("collate", got=got, expected=expected, fix=fix)
 
 
 def batch_of(data: object) -> object:
@@ -187,7 +188,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
         set_epochs(self._epochs, epoch, seed=self.seed)
         if len(self) != self._length:
             got = f"{len(self)} samples in epoch {epoch}, and {self._length} before"
-            raise data_error(self.stage, got=got, expected="as many samples in every epoch")
+            raise data_error(self.stage, got=got, expected="the same number of samples in every epoch")
 
     def name_of(self, index: int) -> str:
         """Return the name of a sample for messages, from its index."""

@@ -102,9 +102,7 @@ class Csv(Table):
         nameless = [column for name, column in place.items() if column not in known and NAMELESS.fullmatch(name)]
         features = [column for column in place.values() if column not in {*left_out, *nameless}]
         if not features:
-            raise data_error(
-                "dataset.ignore", got="every column except the target", expected="at least one input column"
-            )
+            raise data_error("dataset.ignore", got="every column except the target", expected="an input column")
         figures, words = [one for one in features if one not in words], [one for one in features if one in words]
         numbers = [one for name, columns in answers.items() if tasks[name] == "regression" for one in columns]
         classes = [columns[0] for name, columns in answers.items() if tasks[name] == "classification"]

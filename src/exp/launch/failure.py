@@ -157,7 +157,8 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
     1. The earliest death, or else a hang. Other ranks report exceptions because of a death, so exceptions come later.
     2. The earliest exception: "config", "known" or "bug".
     3. The earliest interruption.
-    4. The earliest "peer". If the rank waited for another rank in vain, the returned failure names a silent rank.
+    4. The earliest "peer". If the rank waited for another rank until a timeout, the returned failure names a
+       rank that does not respond.
 
     Args:
         failures: Failures of ranks, at least one.

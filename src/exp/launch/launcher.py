@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
     """Return whether a run can train in this process.
 
-    It can if the run has one rank, no process group, no restarts and no time limit of a step.
+    A run can if it has one rank, no process group, no restarts and no time limit of a step.
 
     Args:
         placement: Ranks of the run.

@@ -1,6 +1,7 @@
 """Wait until all ranks of a launch have ended.
 
-If one rank fails, the other ranks are ended. A signal to this process is passed on to the ranks once.
+If one rank fails, the other ranks are ended. A signal to this process is sent to the ranks, and a second signal kills
+the ranks.
 """
 
 from __future__ import annotations

@@ -45,13 +45,16 @@ class Need:
 
 
 def need_settings(config: DictConfig) -> str:
-    """Return the settings on which the need of a job depends, as text. Jobs with equal text have equal needs."""
+    """Return the settings that determine the processes and GPUs of a job, as text.
+
+    Jobs with equal texts need the same processes and GPUs.
+    """
     nodes = [OmegaConf.to_container(config[key], resolve=True) for key in ("strategy", "launch", "security")]
     return json.dumps([*nodes, config.sweep.devices_per_job])
 
 
 def need_of(config: DictConfig) -> tuple[Need, Machine]:
-    """Return the need of a job, and a description of this machine.
+    """Return the CPU processes and GPUs that a job needs, and a description of this machine.
 
     Raises:
         ConfigError: The machine has too few devices.
@@ -170,7 +173,7 @@ class Devices:
 
     @classmethod
     def of(cls, machine: Machine, environment: Mapping[str, str]) -> Devices:
-        """Return the GPUs that are visible to this process."""
+        """Return the GPUs that this process may use, with their names in CUDA_VISIBLE_DEVICES."""
         listed = environment[VISIBLE].split(",") if VISIBLE in environment else map(str, range(machine.gpus))
         return cls([name.strip() for name in listed][: machine.gpus])
 

@@ -38,9 +38,9 @@ class End:
 
 
 class Unstacked(RunError):
-    """Reports that a job cannot be trained together with other jobs and has to run alone.
+    """Error of a job that was started in a stack and has to run again in a separate process.
 
-    The message gives the reason.
+    The message states the reason.
     """
 
 
@@ -75,8 +75,7 @@ class Executor(Protocol):
 
         Returns:
             Jobs that ended since the last call, in the order in which they ended. Every started job appears exactly
-            once.
-            If the run directory of a job exists, its report.json is written.
+            once. If the run directory of a job exists, its report.json is written before the job is returned.
         """
 
     def end(self, signum: int) -> None:

@@ -1,6 +1,7 @@
-"""Checks and runs of the jobs of a sweep in other processes.
+"""Functions that check and run the jobs of a sweep in other processes.
 
-User code may end such a process. The check then reports one error, or one row of the table has the status failed.
+User code may end such a process. If the process ends during the check of a job, the job gets an error. If it ends
+during the run of a job, the row of the job in the table has the status failed.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _show_gpus(config: DictConfig, outer: Mapping[str, str], known: KnownNeeds) 
 
 
 def _check_error(how: str) -> ConfigError:
-    """Return the error of a job with an unfinished check.
+    """Return the error of a job whose check did not end normally.
 
     Args:
         how: Description of the end, such as "was killed by SIGSEGV".
@@ -133,7 +134,7 @@ class JobProcesses:
         validate: Checks a job: exp.check.examination.check_job. Must be importable by name in another process.
 
     Attributes:
-        needs: Needs of the checked jobs, with the machine, by the result of `need_settings`.
+        needs: CPU processes and GPUs of the checked jobs, with the machine. The keys are results of `need_settings`.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
@@ -202,13 +203,13 @@ def dead_job(directory: Path, died: Died) -> RunError:
 
 
 def interruption_of(directory: Path, signum: int) -> Interrupted:
-    """Return the error of a job that a second signal killed."""
+    """Return the error of a job that a second signal killed. The error names the last checkpoint."""
     saved = last_checkpoint(directory)
     return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
 
 
 def report_bad_end(directory: Path, error: ExpError) -> None:
-    """Write the report of a job that could not write its report.
+    """Write the report of a job whose process ended before the job wrote its report.
 
     A job without config.yaml had not begun, so it gets no report. If the report cannot be written, for example on a
     full disk, the reason is printed. The row of the table still has the error of the job.

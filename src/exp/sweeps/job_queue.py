@@ -35,7 +35,7 @@ class Queue:
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
-        """Add a job again that has to run alone."""
+        """Add a job to the end of the queue that did not run, or has to run again in a separate process."""
         self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
@@ -50,7 +50,8 @@ class Searched(Queue):
     """A queue of jobs that a search proposes. A trial has one job, or several repeats with different values of one key.
 
     Only jobs that are known at the same time can be in one group, so groups do not depend on the order in which jobs
-    end. If proposals do not depend on results, all jobs are known at once. Otherwise only the repeats of one trial are.
+    end. If proposals do not depend on results, all jobs are known at once. Otherwise, only the repeats of one trial are
+    known at the same time.
 
     Args:
         search: Proposes trials.

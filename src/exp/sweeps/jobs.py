@@ -107,7 +107,7 @@ class _Pattern:
     plain: Plain
 
     def changes(self, lines: Sequence[Override]) -> list[Override] | None:
-        """Return the overrides with values different from this job's.
+        """Return the overrides whose values differ from those of this job.
 
         Returns:
             The changed overrides, or None if the other job differs in more than plain values.
@@ -309,7 +309,7 @@ def _follows_no_hydra_value(config: DictConfig) -> bool:
 
 
 def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> bool:
-    """Return whether two overrides set the same existing key of the config to plain values."""
+    """Return whether two overrides set the same existing key of the config, each to a number, text, bool or null."""
     plain = (str, int, float, bool, type(None))
     return (
         was.get_key_element() == now.get_key_element()

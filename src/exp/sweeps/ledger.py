@@ -98,7 +98,7 @@ class Ledger:
     def claim(self, identity: str) -> Entry | None:
         """Return an unclaimed entry of the earlier sweep with this identity, and mark it as claimed.
 
-        Return None without one.
+        Return None if there is no such entry.
         """
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
@@ -142,7 +142,7 @@ class Ledger:
         return replace(report, directory=str(directory))  # the directory of the sweep may have been moved
 
     def begin(self, overrides: Sequence[str], search: Mapping[str, object] | None) -> None:
-        """Write sweep.json, after a comparison with the sweep.json of an earlier sweep.
+        """Compare this sweep with the sweep.json of an earlier sweep in the directory, and write sweep.json.
 
         Args:
             overrides: Overrides of the command.
@@ -259,7 +259,7 @@ def is_sweep(directory: Path) -> bool:
 
 
 def sweeps_of(wanted: Path) -> Path:
-    """Return the directory of all sweeps with one name.
+    """Return the directory that contains all sweeps of the same name.
 
     Args:
         wanted: Directory of one of the sweeps.
@@ -298,7 +298,7 @@ def clear_unfrozen(directory: Path) -> None:
 
 
 def wait_for_dead(directory: Path) -> None:
-    """Wait until no process of a killed sweep writes into a run directory.
+    """Wait until the processes of a killed sweep have ended and no longer write into a run directory.
 
     Raises:
         RunError: A process still runs after DEATH_SECONDS.

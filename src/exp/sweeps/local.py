@@ -69,7 +69,7 @@ def outcomes(
 
 
 def _config_in_place(job: Job) -> DictConfig:
-    """Return the config of a job, set to its run directory.
+    """Return the config of a job. Its run directory is the existing directory of the job.
 
     The run freezes this config there if no config.yaml exists.
     """
@@ -204,9 +204,6 @@ class LocalExecutor:
 
 
 def _in_own_directory(job: Job) -> Job:
-    """Create the run directory of a job unless an earlier sweep created it.
-
-    Return the job with the created directory.
-    """
+    """Return the job with an existing run directory. The directory is created unless an earlier sweep created it."""
     directory = cast(Path, job.directory)
     return job if (directory / "config.yaml").is_file() else replace(job, directory=make_exclusively(directory))

@@ -198,7 +198,7 @@ class Member:
     """A job that is trained in a stack.
 
     Args:
-        place: Index of the job in the list of jobs that the stack was given.
+        place: Index of the job in the list of jobs that are trained together.
         decided: Plan of the stack.
         plain: Config of the job as plain values, interpolations resolved.
         text: Text of the config.yaml of the job.
@@ -209,7 +209,7 @@ class Member:
         position: Position at which the training of the job begins or resumes.
         log: Loggers and train.log of the job.
         metrics: Values that callbacks compare, as in `Recording`.
-        best: Best validation so far, as in `Checkpointing`. None without one.
+        best: Best validation so far, as in `Checkpointing`. None before the first validation with a finite value.
         error: Error that ended the job. None while the job runs.
 
     Raises:
@@ -377,7 +377,7 @@ class Member:
             checkpointing.note_metrics(self.best, values, stage="test")
 
     def _state(self) -> checkpoint.State:
-        """Return the contents of a checkpoint, with references to the live tensors.
+        """Return the contents of a checkpoint. Its tensors are not copied, so later steps change them.
 
         Raises:
             NonFiniteError: A number in the state is not finite.

@@ -1,4 +1,4 @@
-"""The table of a sweep, with one row per job. The table is rewritten after each job and printed at the end.
+"""The table of a sweep, with one row per job. The table is rewritten while jobs end, and printed after the last job.
 
 Jobs can be repeats that differ only in one key, such as the seed. A second table then has one row per group of repeats,
 with mean, standard deviation and number of values. The best group is the group with the best mean.
@@ -43,15 +43,15 @@ class Row:
         job: Number of the job.
         swept: Values of the swept keys as text, by key.
         status: Status in the report of the job, or `NOT_STARTED`.
-        monitor: Monitored tag. None without one.
+        monitor: Monitored tag. None if the job monitors no tag.
         mode: Direction of the monitored tag.
-        value: Best value of the monitored tag. nan without one.
+        value: Best value of the monitored tag. nan if there is no value.
         step: Optimizer step of the value.
         metrics: Values of all tags. For evaluated tags, the values of the best checkpoint.
         seconds: Duration of the job in seconds. nan if it is unknown.
         peak_memory_mib: Peak memory in MiB. None if it was not measured.
         directory: Run directory, relative to the directory of the sweep.
-        error: First line of the error that ended the job. Empty without one.
+        error: First line of the error that ended the job. Empty if the job has no error.
         is_job: Whether tables identify the row by the number of a job. Other runs are identified by their directory.
     """
 
@@ -252,9 +252,9 @@ def _kind(rows: Sequence[Row]) -> str:
 
 
 def rich_tables(rows: Sequence[Row], *, repeat_over: str | None = None) -> list[Table]:
-    """Return the table of jobs and, with repeats, the table of repeats. The best row is bold.
+    """Return the table of jobs for the screen. With repeats, a second table has a row for each group of repeats.
 
-    Each row is one line. Jobs are sorted by number. Other runs are sorted by value, the best first.
+    The best row is bold. Jobs are sorted by number. Other runs are sorted by value, the best first.
 
     Args:
         rows: Rows of jobs, or of other runs.
@@ -331,7 +331,7 @@ def table_cells(rows: Sequence[Row], *, results: bool = False) -> tuple[list[str
 
     Args:
         rows: Rows of the table.
-        results: Whether the only tags are losses and metrics.
+        results: Whether the columns of tags are only losses and metrics. Otherwise, all logged tags are columns.
     """
     swept, monitors = differing_keys(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})

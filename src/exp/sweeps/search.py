@@ -114,8 +114,8 @@ class Search:
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
         """Store the result of a trial.
 
-        If an earlier sweep already recorded an end of the trial, that end is kept, because later proposals depended on
-        it. This also applies if the job of the trial runs again.
+        If an earlier sweep already recorded an end of the trial, that end is kept, even if the job of the trial runs
+        again. Later proposals depended on the recorded end.
 
         Args:
             number: Number of the trial.

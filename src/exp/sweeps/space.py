@@ -79,7 +79,7 @@ class Axis:
         return [text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
 
     def texts_of(self, wanted: object) -> tuple[str, ...]:
-        """Return the texts in the list that mean a value. For example, `1e-3` means 0.001."""
+        """Return the texts in the list whose value equals a given value. For example, the value of `1e-3` is 0.001."""
         parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
 
@@ -124,7 +124,7 @@ class Space:
         )
 
     def grid(self) -> Iterator[Combination]:
-        """Yield every combination of lists. A combination leaves out the keys with a false condition."""
+        """Yield every combination of the values of all lists. Keys whose condition is not fulfilled are left out."""
         yield from self._combine(self.by_condition(), {})
 
     def _combine(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
@@ -169,7 +169,7 @@ class Space:
 
 
 def space_of(config: DictConfig, vocabulary: Vocabulary) -> Space:
-    """Return the space of the command line and of hydra.sweeper.params.
+    """Return the swept keys and the shared overrides of the command line and of hydra.sweeper.params.
 
     Args:
         config: Config of the sweep.

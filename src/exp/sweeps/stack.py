@@ -146,8 +146,8 @@ def _refuse(decided: Plan) -> None:
 def is_faster(decided: Plan, network: nn.Module) -> bool:
     """Return whether a stack takes less processor time than the same jobs in separate processes.
 
-    The rule uses the network and its input, not a measurement. A stack saves time between operators, and large
-    operators spend little time there. Recurrent layers run slower in a stack.
+    The rule uses the network and its input, not a measurement. A stack saves the time between operators, which is
+    short compared to the time of a large operator. Recurrent layers run slower in a stack.
     """
     has_slow_layers = any(isinstance(module, nn.RNNBase) for module in network.modules())
     is_small = sum(parameter.numel() for parameter in network.parameters()) <= MOST_PARAMETERS
@@ -351,25 +351,25 @@ class Stack:
             member.updates.move_schedule(interval)
 
     def _forward(self, network: nn.Module, batch: Batch) -> None:
-        """Run the forward and the objective on the network of a member, as in a single run."""
+        """Run the forward and the objective of a single run on a network."""
         with self._precision.forward_context():
             self._members[0].module.objective(self._run(network.train(), batch.data), batch)
 
     def _flush(self) -> None:
-        """Log the waiting steps. A member fails if its loss is not finite."""
+        """Log the values of the steps since the last call. A member fails if its loss is not finite."""
         steps, self._waiting = self._waiting, []
         for index, size, losses, values in steps:
             self._each(functools.partial(Member.write_step, index=index, size=size), values, losses.T.tolist())
 
     def _end_failed(self) -> Iterator[Outcome]:
-        """Yield the members that failed since the last call, each with its error."""
+        """Yield the index and the error of each member that failed since the last call."""
         failed = [member for member in self._running if member.error is not None]
         self._running = [member for member in self._running if member.error is None]
         for member in failed:
             yield member.place, member.end("failed", error=member.error)
 
     def _save_interrupted(self, signum: int) -> Iterator[Outcome]:
-        """Save all members, and yield each with the error Interrupted."""
+        """Save all members, and yield the index of each member with the error Interrupted."""
         self._flush()
         if self._progress.step:
             self._each(Member.save)
@@ -380,7 +380,7 @@ class Stack:
             yield member.place, member.end("interrupted", error=error)
 
     def _loader_of(self, seed: int) -> IndexedLoader:
-        """Return the training loader, set to the sample order of a seed."""
+        """Return a training loader with the sample order of a seed."""
         loader = self._decided.data.loader("train")
         assert isinstance(loader, IndexedLoader)
         assert isinstance(loader.batches, GlobalBatches)

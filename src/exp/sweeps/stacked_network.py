@@ -36,9 +36,9 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Unstackable(Exception):
-    """Reports that jobs cannot be stacked, found when their parts are built.
+    """Error of jobs that cannot be trained in a stack, found after their networks and data were built.
 
-    The message gives the reason in one line.
+    The message states the reason in one line.
     """
 
 
@@ -180,7 +180,7 @@ class StackedNetwork:
         return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses.T
 
     def evaluate(self, batch: Batch) -> list[Values]:
-        """Return the values of one batch by name, for each member."""
+        """Return the outputs and other values of the forward on one batch by name, for each member."""
         self._template.eval()
 
         def forward(tensors: Tensors) -> Values:

@@ -101,7 +101,7 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tu
 
 
 def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: int) -> list[list[Job]]:
-    """Return the jobs in lists, one list for each process, and print the reasons why jobs run alone.
+    """Return a list of jobs for each process, and print the reasons why jobs are not stacked.
 
     Args:
         jobs: Checked jobs. Jobs that have ended must be included, so that a resumed sweep forms the same stacks.

@@ -168,8 +168,8 @@ class Sweep:
     def _find_known(self, job: Job) -> Job:
         """Return the job with its number and run directory from an earlier sweep in this directory.
 
-        A job that the earlier sweep did not start is returned without them. In a grid, this job gets the next free
-        number.
+        If the earlier sweep did not start the job, the job has no such number and directory. In a grid, the job then
+        gets the next free number.
         """
         if job.error is not None or not self._ledger.has_jobs:
             return job
@@ -345,7 +345,10 @@ def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) 
 
 
 def _interruption_of(error: BaseException) -> Interrupted:
-    """Return the Interrupted error that an exception is or was raised from. Otherwise return one for SIGINT."""
+    """Return the Interrupted error that an exception is, or from which it was raised.
+
+    For any other exception, return an Interrupted error of SIGINT.
+    """
     for one in (error, error.__cause__):
         if isinstance(one, Interrupted):
             return one

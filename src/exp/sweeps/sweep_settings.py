@@ -81,7 +81,7 @@ class SweepSettings:
 
     @property
     def repeat_over(self) -> str | None:
-        """The swept key over which jobs are repeats, or None.
+        """The swept key in which repeats of a job differ, such as seed. None if there are no repeats.
 
         sweep.repeat_over sets the key. Without this setting, the key is `data.split.fold` if folds are swept without a
         pruner.

@@ -108,7 +108,7 @@ EDITS = {
     ),
     "future": (
         lambda held: held["exp_manifest"].update(format=7),
-        "is of format 7, and this exp reads",
+        "was written by a newer version of exp, in format 7",
     ),
     "a_number_for_a_weight": (
         lambda held: held["state_dict"].update({"network.head.bias": 3}),

@@ -129,7 +129,7 @@ def test_a_file_that_contains_code_is_refused(tmp_path):
     with pytest.raises(RunError, match="is damaged, or is not a file of"):
         read_weights(tmp_path / "text.pt")
     torch.save({"a": 1}, tmp_path / "other.pt")
-    with pytest.raises(RunError, match=r"contains no weights.*has the entries a"):
+    with pytest.raises(RunError, match=r"contains no state dict.*has the entries a"):
         read_weights(tmp_path / "other.pt")
 
 

@@ -211,12 +211,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.d
     """Return the content of a run's checkpoint. AtomicCheckpointIO.load_checkpoint documents the errors."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise RunError(f"{path} has no entry state_dict; expected a last.ckpt or best.ckpt of a run")
+        raise RunError(f"{path} is not a checkpoint of a run, because it has no entry state_dict")
     manifest = checkpoint.get(MANIFEST)
     if isinstance(manifest, dict) and manifest["format"] > FORMAT:
         raise RunError(
-            f"{path} was written by a newer version of exp, in format {manifest['format']}; expected a format up to "
-            f"{FORMAT}. Update exp to read this checkpoint"
+            f"{path} was written by a newer version of exp, in format {manifest['format']}. This version reads formats "
+            f"up to {FORMAT}. Update exp to read the checkpoint"
         )
     return checkpoint
 
@@ -265,7 +265,7 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
             if weights:
                 return _without_prefixes(weights)
     entries = f". The file has the entries {among(map(str, content))}" if isinstance(content, Mapping) else ""
-    raise RunError(f"{path} contains no weights; expected a state dict, which maps names to tensors{entries}")
+    raise RunError(f"{path} contains no state dict, which maps names to tensors{entries}")
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -367,7 +367,7 @@ def _require_sound(path: Path) -> None:
             packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
             if packed:
                 raise RunError(
-                    f"the entry {packed[0]} of {path} is compressed; expected a file of torch.save, because a small "
+                    f"the entry {packed[0]} of {path} is compressed, unlike in a file of torch.save. A small "
                     "compressed file could fill the memory"
                 )
             damaged = archive.testzip()

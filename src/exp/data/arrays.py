@@ -63,9 +63,8 @@ class Arrays(Gathered):
             if name not in held:
                 raise name_error(key, name, list(held), expected=f"an array of {self.place}")
         if not names:
-            raise data_error(
-                "dataset.path", got=f"{self.place} with only the target {target}", expected="an input array"
-            )
+            got = f"{self.place} with only the target {target}"
+            raise data_error("dataset.path", got=got, expected="an input array")
         self.names = {**{name: name for name in names}, TARGET: target}
         if len(names) == 1:
             self.names = {"input": names[0], TARGET: target}

@@ -292,10 +292,8 @@ class Batching:
             ConfigError: A sampler does not support the data, or both samplers are given.
         """
         if sampler is not None and batch_sampler is not None:
-            got, expected = (
-                "a batch sampler, although data.sampler is set",
-                "only one of the two, because both choose samples",
-            )
+            got = "a batch sampler, although data.sampler is set"
+            expected = "only one of the two, because both choose samples"
             raise data_error("batch_sampler", got=got, expected=expected)
         if sampler is not None:
             make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)

@@ -89,9 +89,8 @@ def open_source(
     if file.suffix == ".npy":
         rows = np.asarray(columns["input"])
         if rows.ndim > 2:
-            raise data_error(
-                "dataset.path", got=f"{file} of shape {list(rows.shape)}", expected="an array of rows, [N] or [N, C]"
-            )
+            got = f"{file} of shape {list(rows.shape)}"
+            raise data_error("dataset.path", got=got, expected="an array of rows, [N] or [N, C]")
         columns = {str(place): column for place, column in enumerate(rows.reshape(len(rows), -1).T)}
     decimal = "." if dialect is None else dialect.decimal
     return ColumnSource(file=file, columns=columns, missing_values=missing_values or (), decimal=decimal)

@@ -94,9 +94,8 @@ class CsvSource(Source):
                     if len(row) == 1
                     else None
                 )
-                raise data_error(
-                    "dataset.path", got=got, expected=f"{len(self.names)} values, as in the first line", fix=fix
-                )
+                expected = f"{len(self.names)} values, as in the first line"
+                raise data_error("dataset.path", got=got, expected=expected, fix=fix)
             yield line, row
 
     def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:

@@ -326,12 +326,8 @@ def read_spec(
     if not names and declared.input_shape is not None and "input" not in found:
         got = f"null, although samples have the entries {', '.join(found)}"
         expected = "a shape and a dtype for each input of the network, or an entry named input"
-        raise data_error(
-            "inputs",
-            got=got,
-            expected=expected,
-            fix="Set data.input_shape=null to read shapes and dtypes from the data",
-        )
+        fix = "Set data.input_shape=null to read shapes and dtypes from the data"
+        raise data_error("inputs", got=got, expected=expected, fix=fix)
     _refuse_other_inputs(declared.inputs if names else {}, found)
     only = "input" if "input" in found else next(iter(found)) if len(found) == 1 else None
     shape, dtype = (shapes[only], found[only].dtype) if only else (None, None)

@@ -193,9 +193,8 @@ class Fields:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]
             found = [name for columns in given for name in as_tuple(columns)]
         if not found:
-            raise data_error(
-                "dataset.inputs", got="no column", expected=f"at least one column of {where} that is not a target"
-            )
+            got = "no column"
+            raise data_error("dataset.inputs", got=got, expected=f"at least one column of {where} that is not a target")
         refuse_unknown_columns(where, names, {"inputs": found, "target": self.targets})
         return tuple(dict.fromkeys([*found, *self.targets]))
 
@@ -247,9 +246,8 @@ class Fields:
         arrays = [column for column in columns if not is_single(first.record[column])]
         if arrays and len(columns) > 1:
             got = f"{len(columns)} columns, although {arrays[0]} contains arrays"
-            raise data_error(
-                f"dataset.inputs.{name}", got=got, expected="columns of single numbers, or one column of arrays"
-            )
+            expected = "columns of single numbers, or one column of arrays"
+            raise data_error(f"dataset.inputs.{name}", got=got, expected=expected)
         dtype = self.dtypes.get(name, torch.float32)
         if arrays and name not in self.dtypes and picture_of(first.record[columns[0]]) is None:
             array = first.array(columns[0], "inputs")

@@ -85,6 +85,5 @@ def _file(folder: Path, name: str) -> Path:
     for one in names:
         if (folder / one).is_file():
             return folder / one
-    raise data_error(
-        "dataset.path", got=f"{folder} without {names[0]}", expected="a folder with this file, with or without .gz"
-    )
+    got = f"{folder} without {names[0]}"
+    raise data_error("dataset.path", got=got, expected="a folder with this file, with or without .gz")

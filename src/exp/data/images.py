@@ -190,10 +190,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
             height, width = self.form.crop
             small = [text for text, size in zip(shown, sizes, strict=True) if size[0] < width or size[1] < height]
             if small:
-                got, fix = (
-                    f"{height} x {width}, although {small[0]} pixels",
-                    "Enlarge the pictures with data.dataset.resize",
-                )
+                got = f"{height} x {width}, although {small[0]} pixels"
+                fix = "Enlarge the pictures with data.dataset.resize"
                 yield data_detail("dataset.crop", got=got, expected="at most the size of the smallest picture", fix=fix)
         elif len(sizes) > 1 and not self.any_size:
             got = f"{self.form.resize or 'null'}, although the pictures differ: {shown[0]}, {shown[1]}"
@@ -324,7 +322,6 @@ def _read_list(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[
     labels = found.words[wanted]
     refuse_labels(source, wanted, labels)
     if len(labels.names) < 2:
-        raise data_error(
-            "dataset.target", got=f"one class, {labels.names[0]}, in {file}", expected="two or more classes"
-        )
+        got = f"one class, {labels.names[0]}, in {file}"
+        raise data_error("dataset.target", got=got, expected="two or more classes")
     return files, torch.from_numpy(labels.codes), labels.names

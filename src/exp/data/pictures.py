@@ -64,9 +64,8 @@ class PictureForm:
         self.mode, self.mean, self.std = mode, mean, std
         if (mean is None) != (std is None):
             key, other = ("mean", "std") if mean is None else ("std", "mean")
-            raise data_error(
-                f"dataset.{key}", got=f"null, although data.dataset.{other} is set", expected="both values or none"
-            )
+            got = f"null, although data.dataset.{other} is set"
+            raise data_error(f"dataset.{key}", got=got, expected="both values or none")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PictureForm:
@@ -180,10 +179,8 @@ def deep_picture(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDe
 
 def mode_error(found: str) -> ErrorDetails:
     """Return the error for pictures that must be converted by data.dataset.mode."""
-    expected, fix = (
-        "RGB or L, unless all pictures are RGB or all are gray (L)",
-        "Set data.dataset.mode=RGB, or data.dataset.mode=L",
-    )
+    expected = "RGB or L, unless all pictures are RGB or all are gray (L)"
+    fix = "Set data.dataset.mode=RGB, or data.dataset.mode=L"
     return data_detail("dataset.mode", got=f"null, although {found}", expected=expected, fix=fix)
 
 

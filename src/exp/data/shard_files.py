@@ -106,9 +106,8 @@ class ShardFile(ABC):
         """
         line = next(iter(str(reason).splitlines()), type(reason).__name__)
         got = f"{self.file}, which cannot be read at sample {number}: {line}"
-        return sample_error(
-            "dataset.files", got=got, expected="undamaged files", fix="Replace the file, or leave it out"
-        )
+        expected = "undamaged files"
+        return sample_error("dataset.files", got=got, expected=expected, fix="Replace the file, or leave it out")
 
     def format_error(self, reason: object, expected: str) -> ConfigError:
         """Return the error for a file that does not have the expected format. It is found before a record is read."""
@@ -349,10 +348,8 @@ class TarShard(ShardFile):
             raise self.damage_error(record.number, f"{name} is truncated")
         kind = name.rpartition(".")[2]
         if kind not in DECODERS:
-            expected, fix = (
-                f"a file that ends in one of {', '.join(DECODERS)}",
-                "Select other columns in data.dataset.inputs",
-            )
+            expected = f"a file that ends in one of {', '.join(DECODERS)}"
+            fix = "Select other columns in data.dataset.inputs"
             raise sample_error("dataset.inputs", got=f"{name} of {record}", expected=expected, fix=fix)
         try:
             return DECODERS[kind](content)

@@ -74,9 +74,8 @@ class SplitRules:
             expected = "0 without data.split.folds" if rules.folds is None else f"0 to {rules.folds - 1}"
             raise data_error("split.fold", got=str(rules.fold), expected=expected)
         if rules.column is not None and rules != cls(column=rules.column):
-            raise data_error(
-                "split.column", got=f"{rules.column}, although other rules are set", expected="no other rules"
-            )
+            got = f"{rules.column}, although other rules are set"
+            raise data_error("split.column", got=got, expected="no other rules")
         return rules
 
 
@@ -120,9 +119,8 @@ def split_by_rules(
                 is_all = sum(counts.values()) == samples_in(dataset)
                 found["train"] = rest if is_all else samples.cut(rest, counts["train"])[1]
     except ValueError as error:
-        raise data_error(
-            "split", got=str(error), expected="classes and groups with enough samples for each split"
-        ) from error
+        got = str(error)
+        raise data_error("split", got=got, expected="classes and groups with enough samples for each split") from error
     return {stage: torch.from_numpy(np.sort(found[stage])) for stage in STAGES if stage in found}
 
 
@@ -179,11 +177,8 @@ def _classes(dataset: AnyDataset) -> Sequence[object]:
         return list(dataset.class_numbers(key="split.stratify"))
     targets = targets_of(dataset, stage="train", inputs=(), key="split.stratify")
     if any(isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point()) for one in targets[:1]):
-        raise data_error(
-            "split.stratify",
-            got="true, although targets are not class numbers",
-            expected="false, or targets that are classes",
-        )
+        got = "true, although targets are not class numbers"
+        raise data_error("split.stratify", got=got, expected="false, or targets that are classes")
     return [int(one) for one in targets]
 
 

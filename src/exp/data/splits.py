@@ -60,11 +60,8 @@ def make_splits(
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
-        raise data_error(
-            "dataset",
-            got="null",
-            expected="a data set, or a data set for each split in data.train, data.val and data.test",
-        )
+        expected = "a data set, or a data set for each split in data.train, data.val and data.test"
+        raise data_error("dataset", got="null", expected=expected)
     if dataset is None and choose is not None:
         got, expected = "rules, although each split has a data set", "rules only for data.dataset, which they divide"
         raise data_error("split", got=got, expected=expected)
@@ -73,10 +70,8 @@ def make_splits(
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
-                got, expected = (
-                    f"a data set, although data.parts.{name} makes the same split of data.dataset",
-                    "only one of the two",
-                )
+                got = f"a data set, although data.parts.{name} makes the same split of data.dataset"
+                expected = "only one of the two"
                 raise data_error(name, got=got, expected=expected, fix=f"Set data.parts.{name}=0")
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}

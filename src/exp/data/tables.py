@@ -118,11 +118,8 @@ class Table(Dataset[object]):
         """
         found = [self._of_rows(target.codes) for target in self.targets.values() if isinstance(target, Words)]
         if len(found) != 1:
-            raise data_error(
-                key,
-                got=f"true, although the table has {len(found)} targets with classes",
-                expected="one target with classes",
-            )
+            got = f"true, although the table has {len(found)} targets with classes"
+            raise data_error(key, got=got, expected="one target with classes")
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:

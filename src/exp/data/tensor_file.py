@@ -105,7 +105,6 @@ def _read_pt(file: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
         held = dict(zip(names, held, strict=True))
     if not isinstance(held, Mapping) or not all(isinstance(value, Tensor) for value in held.values()):
         expected = "a mapping of names to tensors, or a pair of tensors"
-        raise data_error(
-            "dataset.path", got=f"{file} with a value of the type {type(held).__name__}", expected=expected
-        )
+        got = f"{file} with a value of the type {type(held).__name__}"
+        raise data_error("dataset.path", got=got, expected=expected)
     return dict(held)

@@ -197,9 +197,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise data_error(
-            "dataset.files", got=f"{path}, which is not UTF-8 at byte {error.start}", expected="text in UTF-8"
-        ) from error
+        got = f"{path}, which is not UTF-8 at byte {error.start}"
+        raise data_error("dataset.files", got=got, expected="text in UTF-8") from error
 
 
 def code_points(text: str) -> np.ndarray:

@@ -321,9 +321,8 @@ def pictures_at(place: Path, options: Options) -> list[Path]:
     below = pictures_below(place) if place.is_dir() else ()
     found = [place] if place.is_file() else sorted(map(Path, below))
     if not found:
-        raise data_error(
-            "dataset.path", got=f"{place} without a picture", expected=f"a file that ends in {', '.join(ENDINGS)}"
-        )
+        got = f"{place} without a picture"
+        raise data_error("dataset.path", got=got, expected=f"a file that ends in {', '.join(ENDINGS)}")
     return found
 
 

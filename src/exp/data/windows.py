@@ -132,10 +132,8 @@ class Windows(Dataset[object]):
             raise data_error("", got=got, expected=expected, fix=fix)
         if not len(self):
             got = f"{self.length} with a horizon of {self.horizon}, although a split has only {len(self.values)} rows"
-            expected, fix = (
-                f"a sum of at most {len(self.values)}",
-                "Shorten the window, or enlarge the split in data.parts",
-            )
+            expected = f"a sum of at most {len(self.values)}"
+            fix = "Shorten the window, or enlarge the split in data.parts"
             raise data_error("dataset.length", got=got, expected=expected, fix=fix)
         rows = torch.from_numpy(self.values)
         if self.standardise:

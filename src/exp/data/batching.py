@@ -293,8 +293,7 @@ class Batching:
         """
         if sampler is not None and batch_sampler is not None:
             got = "a batch sampler, although data.sampler is set"
-            expected = "only one of the two, because both choose samples"
-            raise data_error("batch_sampler", got=got, expected=expected)
+            raise data_error("batch_sampler", got=got, expected="only one of the two, because both choose samples")
         if sampler is not None:
             make = self._maker(sampler, "train", key="sampler", inputs=inputs, num_classes=num_classes)
             if not self.shuffle:

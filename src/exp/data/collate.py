@@ -44,7 +44,7 @@ class Pad:
         self.inputs: Sequence[str] = ()
 
     def of(self, inputs: Sequence[str]) -> Pad:
-        """Return a copy of this function for named samples.
+        """Return a copy of this function for samples whose inputs have names.
 
         Args:
             inputs: The names in data.inputs. The names of masks and lengths are removed, because samples do not have

@@ -84,7 +84,10 @@ class Row:
         return value
 
     def number(self, column: str, key: str) -> int | float:
-        """Return the number of a column. Raise SampleError if the value is missing or not a number."""
+        """Return the number that the record has in a column.
+
+        Raise SampleError if the value is missing or not a number.
+        """
         value = self.value(column, key)
         is_missing = isinstance(value, str) and value.strip() in MISSING_VALUES
         number = None if is_missing else plain_number(value)
@@ -199,7 +202,7 @@ class Fields:
         return tuple(dict.fromkeys([*found, *self.targets]))
 
     def of_record(self, first: Mapping[str, object], *, where: str) -> Self:
-        """Return a copy of these fields, completed with the shapes and dtypes of the first record.
+        """Return a copy that has a Field for each input, with the dtypes of the first record.
 
         Args:
             first: The columns to read of the first record.

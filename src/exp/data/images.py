@@ -124,7 +124,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return {FITTED: {"classes": list(self.classes)}}
 
     def prepare(self, fitted: Fitted) -> Images:
-        """Return these pictures with the class numbers of the training split.
+        """Return these pictures with targets that are numbers of the training split's classes.
 
         Raises:
             ConfigError: A class does not exist in the training split.

@@ -205,8 +205,8 @@ class Selection(Gathered):
 class IndexedLoader(Loader):
     """Loader that gathers the samples of this rank by index, a chunk of several batches at a time.
 
-    The edges of a chunk depend only on batch numbers. A resumed run therefore reads a batch from the same offset in its
-    chunk. The alignment of operands matters, because it may change the last bit of a vectorized kernel's result.
+    A chunk always starts at the same batch number, also after a resume. Each batch therefore has the same alignment in
+    memory as without a resume. Another alignment may change the last bit of a vectorized kernel's result.
     """
 
     sampler: ShareSampler

@@ -178,7 +178,7 @@ def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
 
 
 def fields_of(fields: Fields, files: Sequence[ShardFile]) -> Fields:
-    """Return a copy of the fields, completed with the shapes and dtypes of the first record.
+    """Return a copy that has a Field for each input, with the dtypes of the first record.
 
     Raises:
         ConfigError: A file does not have a column, or the first record is not a valid sample.

@@ -86,7 +86,7 @@ class Source(ABC):
         return False
 
     def column(self, name: Name, *, key: str) -> int:
-        """Return the number of a column. Raise ConfigError at the config key `key` for an unknown name."""
+        """Return the index of a column in the file. Raise ConfigError at the config key `key` for an unknown name."""
         if str(name) in self.names:
             return self.names.index(str(name))
         raise name_error(key, str(name), self.names, expected=f"a column of {self.file}")

@@ -71,8 +71,7 @@ def make_splits(
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
                 got = f"a data set, although data.parts.{name} makes the same split of data.dataset"
-                expected = "only one of the two"
-                raise data_error(name, got=got, expected=expected, fix=f"Set data.parts.{name}=0")
+                raise data_error(name, got=got, expected="only one of the two", fix=f"Set data.parts.{name}=0")
             parts[name] = part
     return {stage: parts[stage] for stage in STAGES if stage in parts}
 
@@ -193,8 +192,7 @@ def divide(
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
         got = f"rules, although {type(dataset).__name__} defines its splits or is a stream"
-        expected = "a data set that has an index and does not define its splits"
-        raise data_error("split", got=got, expected=expected)
+        raise data_error("split", got=got, expected="a data set that has an index and does not define its splits")
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
     if own and list(wanted.values()) != [1.0]:  # a single split of size 1.0 is the whole data set

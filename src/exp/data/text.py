@@ -22,7 +22,7 @@ from exp.data.splits import contiguous_splits
 from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# The key of the known characters in the statistics that fit() returns.
+# The key of the vocabulary in the statistics that fit() returns.
 FITTED = "characters"
 
 
@@ -35,8 +35,8 @@ class Text(Dataset[object]):
             every machine. The files are joined in the order of their names.
         directory: The folder that is searched if a pattern matches no file in the current folder.
         block_size: The number of characters in a sample, T.
-        vocabulary_size: The number of known characters; None for all characters of the training split. The most
-            frequent characters are kept. All others become a single unknown character.
+        vocabulary_size: The number of characters in the vocabulary; None for all characters of the training split.
+            The most frequent characters are kept. All others become a single unknown character.
 
     Raises:
         ConfigError: A pattern matches no file, or a file is not UTF-8.
@@ -69,7 +69,7 @@ class Text(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the known characters of this text."""
+        """Return the characters of this split, which become the vocabulary of all splits."""
         return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:

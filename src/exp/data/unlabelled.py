@@ -258,8 +258,7 @@ class UnlabelledRecords(Dataset[object]):
         record = self._records[index]
         sample = self.fields.sample(record.columns(self.fields.columns), where=str(record))
         if not all(value.isfinite().all() for value in tensors_in(sample)):
-            got = f"a number in {record} that is not finite in float32"
-            raise sample_error("dataset.path", got=got, expected=HELD)
+            raise sample_error("dataset.path", got=f"a number in {record} that is not finite in float32", expected=HELD)
         return sample
 
 

@@ -171,8 +171,7 @@ def _several_nodes(directory: Path, placement: Placement, *, allow: Sequence[str
     nodes, ranks = placement.nodes, placement.ranks_per_node
     worker = " ".join(["-m exp.worker", str(directory), *allow_flags(allow)])
     return (
-        f"launch.nodes={nodes}: exp starts ranks on one machine only. The config is frozen in {directory}. "
-        "Start the ranks with\n"
+        f"launch.nodes={nodes}: exp starts ranks on one machine. The config is in {directory}. Start the ranks with\n"
         f"  torchrun --nnodes={nodes} --nproc-per-node={ranks} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 "
         f"{worker}      (on every node)\n"
         f"  srun --nodes={nodes} --ntasks-per-node={ranks} python {worker}      (under SLURM)"

@@ -94,10 +94,7 @@ class Searched(Queue):
             statuses = {row.status for row in rows}
             missing = [tag for tag, value in zip(self._search.objectives, values, strict=True) if math.isnan(value)]
             if statuses == {"completed"} and missing:
-                print(
-                    f"trial {trial} counts as failed: its jobs have no value of {' and '.join(missing)}",
-                    file=sys.stderr,
-                )
+                print(f"trial {trial} counts as failed: it has no value of {', '.join(missing)}", file=sys.stderr)
             if statuses == {"completed"} and all(map(math.isfinite, values)):
                 self._search.tell(trial, "completed", values)
             elif "interrupted" not in statuses:  # an interrupted trial has no result yet, because it can be resumed

@@ -155,16 +155,13 @@ class Ledger:
         if before is not None:
             known = before["search"]
             if (known is None) != (search is None):
-                kinds = ("a grid", "a search") if search is None else ("a search", "a grid")
-                got = f"{kinds[0]}, but the sweep in {self.directory} is {kinds[1]}"
-                raise _refusal(got, "the command of that sweep")
+                kind = "search" if search is None else "grid"
+                raise _refusal(f"{self.directory}, which has a {kind}", f"a {kind}, as in the earlier command")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
                 # Refuse, because the record of the search would mix results of different jobs.
                 typed = " ".join(before["overrides"])
-                got = (
-                    f"a search that differs in {other[0]} from the search in {self.directory}, whose command is {typed}"
-                )
+                got = f"a search that differs in {other[0]} from that in {self.directory}, whose command is {typed}"
                 raise _refusal(got, "the same search, in which only sweep.trials may be larger")
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})

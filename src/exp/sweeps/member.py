@@ -443,9 +443,7 @@ class Member:
         known, step = checkpointing.best_from(found, self._best_path), state["global_step"]
         self.best = checkpointing.find_best(known, self._last_path, self._best_path, step=step)
         if self.best is None:
-            line = (
-                f"the best.ckpt of step {found['step']} is missing. The best checkpoint is searched among later steps"
-            )
+            line = f"the best.ckpt of step {found['step']} is missing. Only later checkpoints are compared"
             self.log.say(line, level=logging.WARNING)
 
     def end(self, status: Status, *, error: BaseException | None = None) -> Report | ExpError:

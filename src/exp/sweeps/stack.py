@@ -91,9 +91,7 @@ def train(jobs: Sequence[Job]) -> Iterator[Outcome]:
     network, batch = build_network(decided.settings, decided.spec), next(iter(decided.data.loader("train")))
     examine(network, batch, run=forward_by_name(network, tuple(decided.spec.inputs)), objective=decided.objective)
     if decided.settings.sweep.stack == "auto" and not is_faster(decided, network):
-        raise Unstackable(
-            "model is not stacked with sweep.stack=auto: this network trains faster in separate processes"
-        )
+        raise Unstackable("model is not stacked with sweep.stack=auto: separate processes are faster")
     refuse_other_data(decided)
     precision, origin = build_run_precision(decided.settings, device_type="cpu"), shared_origin()
     by_position: dict[object, list[Member]] = {}
@@ -130,17 +128,13 @@ def _refuse(decided: Plan) -> None:
     if objective.needs or any(True for _ in objective.parameters()):
         raise Unstackable("objective cannot be stacked: a loss term has parameters, or runs the network more than once")
     if weighed := objective.weighed:
-        raise Unstackable(
-            f"objective.{weighed[0]} cannot be stacked: this loss is divided by the weights of the targets"
-        )
+        raise Unstackable(f"objective.{weighed[0]} cannot be stacked: it is divided by the weights of its targets")
     for stage in decided.data.stages:
         loader = decided.data.loader(stage)
         if not isinstance(loader, IndexedLoader) or type(loader.batches) is not GlobalBatches:
             raise Unstackable(f"data cannot be stacked: the {stage} split is not in memory")
         if loader.batches.draw is not None or decided.data.transforms_batches(stage):
-            raise Unstackable(
-                f"data cannot be stacked: a sampler draws the {stage} split, or transforms change its batches"
-            )
+            raise Unstackable(f"data cannot be stacked: the {stage} split has a sampler, or transforms of batches")
 
 
 def is_faster(decided: Plan, network: nn.Module) -> bool:

@@ -214,16 +214,12 @@ def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Object
         raise Unstackable("model cannot be stacked: random numbers are drawn outside of its dropout layers")
     for key, one in kept.items():
         if changed := one.changes():
-            raise Unstackable(
-                f"{key} cannot be stacked: a training step changes {', '.join(changed)}, which all jobs would share"
-            )
+            raise Unstackable(f"{key} cannot be stacked: a training step changes {', '.join(changed)} of all jobs")
     named = {name: one for name, one in network.named_parameters() if one.requires_grad}
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is None:
-            raise Unstackable(
-                f"model cannot be stacked: {name} gets no gradient. A single run would not update it, but a stack would"
-            )
+            raise Unstackable(f"model cannot be stacked: {name} gets no gradient, so a single run does not update it")
 
 
 def _dropouts_of(network: nn.Module) -> list[nn.Dropout]:

@@ -134,13 +134,11 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
     for group in ("phases", "callbacks"):
         if plain[group]:
             yield f"{group}.{next(iter(plain[group]))}", f"a {group.rstrip('s')} acts on a single run"
-    for group, known in (("hooks", HOOKS), ("logger", LOGGERS)):
+    names = "gradients, memory and throughput"
+    for group, known, supported in (("hooks", HOOKS, names), ("logger", LOGGERS, "tensorboard")):
         for name, node in plain[group].items():
             if node["_target_"] not in known:
-                yield (
-                    f"{group}.{name}",
-                    "a stack supports only the hooks gradients, memory and throughput, and the logger tensorboard",
-                )
+                yield f"{group}.{name}", f"a stack supports no {group} except {supported}"
     for name, node in plain["hooks"].items():
         for setting in OF_SINGLE_RUNS:
             if node.get(setting) not in (None, "auto"):

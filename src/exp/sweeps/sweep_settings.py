@@ -115,18 +115,13 @@ class SweepSettings:
         """Yield an error for each setting that does not fit the swept keys."""
         over = self.repeat_over
         if over is not None and self.repeated is None:
-            yield not_supported_with(
-                "sweep.repeat_over", over, f"one value of {over}", "a swept key, such as seed=0,1,2"
-            )
+            yield not_supported_with("sweep.repeat_over", over, f"one {over}", "a swept key, such as seed=0,1,2")
         yield from self._search_errors() if self.is_search else self._grid_errors()
 
     def _grid_errors(self) -> Iterator[ErrorDetails]:
         interval = next((axis for axis in self.space.axes if axis.is_interval), None)
         if interval is not None:
-            other, expected = (
-                f"{interval.name}, an interval",
-                "auto or a sampler: a grid cannot list the values of an interval",
-            )
+            other, expected = f"{interval.name}, an interval", "auto or a sampler: a grid lists all values"
             yield not_supported_with("sweep.sampler", "grid", other, expected)
         fix = "Write sweep.sampler=random to draw values from the lists"
         for name, default, shown in (("trials", None, "null"), ("pruner", "none", "none")):
@@ -145,18 +140,12 @@ class SweepSettings:
             expected = "one tag, or the sampler nsga2, tpe, gp or random"
             yield not_supported_with("sweep.sampler", "cmaes", "several tags in sweep.monitor", expected)
         if pruner != "none" and self.repeat_over is not None:
-            yield not_supported_with(
-                "sweep.pruner",
-                pruner,
-                "sweep.repeat_over",
-                "one of the two settings: a pruner compares the steps of single jobs",
-            )
+            expected = "one of the two settings: a pruner compares single jobs"
+            yield not_supported_with("sweep.pruner", pruner, "sweep.repeat_over", expected)
         if pruner != "none" and objectives and dict(objectives) != {self.monitor: self.mode}:
             tag, mode = next(iter(objectives.items()))
-            other, fix = (
-                f"sweep.monitor={','.join(objectives)}",
-                f"Write monitor={tag} mode={mode} instead of sweep.monitor",
-            )
+            fix = f"Replace sweep.monitor: write monitor={tag} mode={mode}"
+            other = f"sweep.monitor={','.join(objectives)}"
             expected = f"the tag that jobs report, {self.monitor}"
             yield not_supported_with("sweep.pruner", pruner, other, expected, fix)
 

@@ -95,7 +95,6 @@ def examine_resume(
     config: Mapping[str, Any],
     *,
     network: nn.Module | None = None,
-    build: Callable[[], nn.Module] | None = None,
     prefix: str = "network.",
     is_fork: bool = False,
 ) -> Resuming:
@@ -107,8 +106,6 @@ def examine_resume(
     Args:
         config: Config as plain values, interpolations resolved.
         network: Network of the config on the meta device. None if it could not be built.
-        build: Builds the network again without a forward. A buffer with another shape in the new network was reshaped
-            by a forward, so it may have any shape in the checkpoint.
         prefix: Prefix of network parameters in a checkpoint.
         is_fork: Whether optimizer values may differ, because exp.fork writes them into the optimizer state.
 
@@ -134,7 +131,7 @@ def examine_resume(
         errors += _other_positions(before, now, checkpoint[POSITION], path)
         errors += _other_version(checkpoint[LIGHTNING], path)
     if network is not None and not errors:
-        errors += _other_weights(checkpoint["state_dict"], network, path, build=build, prefix=prefix)
+        errors += _other_weights(checkpoint["state_dict"], network, path, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
     notes = (f"{path}: {told}. The run resumes from the same position, but its losses may differ",)
     return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
@@ -172,19 +169,14 @@ def _saved_config(text: object) -> dict[str, Any] | None:
 
 
 def _other_weights(
-    weights: Mapping[str, Any],
-    network: nn.Module,
-    path: Path,
-    *,
-    build: Callable[[], nn.Module] | None,
-    prefix: str,
+    weights: Mapping[str, Any], network: nn.Module, path: Path, *, prefix: str
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of network parameters that the checkpoint lacks, or stores in another shape."""
-    own = {f"{prefix}{name}": tensor for name, tensor in network.state_dict().items()}
+    """Yield the error of network parameters that the checkpoint lacks, or stores in another shape.
+
+    Buffers are not compared, because a forward may change their shape.
+    """
+    own = {f"{prefix}{name}": parameter for name, parameter in network.named_parameters(remove_duplicate=False)}
     other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
-    if other and build is not None:
-        fresh = {f"{prefix}{name}": tensor.shape for name, tensor in build().state_dict().items()}
-        other = [name for name in other if name not in weights or fresh[name] == own[name].shape]
     if other:
         name = other[0]
         has = str(list(weights[name].shape)) if name in weights else "missing"

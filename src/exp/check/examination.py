@@ -386,8 +386,7 @@ def _resume(check: Check) -> Iterable[ErrorDetails]:
         return ()
     try:
         if plan.own is None:
-            build = functools.partial(build_network, settings, plan.spec, device="meta")
-            check.resuming = examine_resume(plan.plain, network=plan.network, build=build)
+            check.resuming = examine_resume(plan.plain, network=plan.network)
         else:
             # The module's setup may rename layers, as torch.compile does.
             network = plan.network if plan.own.is_complete else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import datetime
 import enum
 import inspect
 import math
@@ -238,8 +237,6 @@ def _is_class(value: object, base: Any) -> bool:
         return value in [member.name for member in base] or value in [member.value for member in base]
     if issubclass(base, os.PathLike):
         return isinstance(value, str)
-    if issubclass(base, datetime.timedelta):
-        return False
     named = _name_of(base)
     if named == "torch.device":
         return isinstance(value, str | int) and not isinstance(value, bool)

@@ -28,17 +28,17 @@ from exp.strategies.strategy import Blueprint, averages_weights
 # Callbacks that no run supports, each with the reason and an alternative.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.LearningRateFinder: (
-        "which trains within the run's own start, and puts back what it can of it",
-        "python -m exp.find_lr, with the overrides of the run, makes the test before it, and prints the run's command",
+        "which trains the network before the run starts, and restores only a part of the state afterwards",
+        "Run python -m exp.find_lr with the overrides of this run first. It prints the command of the run",
     ),
     callbacks.BatchSizeFinder: (
-        "which changes the batch size of a run that is decided",
-        "python -m exp.find_batch, with the overrides of the run, tries sizes before it, and prints the run's command",
+        "which changes the batch size after the check has used it",
+        "Run python -m exp.find_batch with the overrides of this run first. It prints the command of the run",
     ),
     callbacks.BackboneFinetuning: (
-        "which asks the training module for a `backbone`, and adds to an optimizer whose parameters are decided",
-        "freeze.parameters and freeze.unfreeze hold layers of any name until an epoch, and "
-        "optimizer.groups sets their learning rate",
+        "which needs an attribute `backbone` of the training module, and adds parameters to the optimizer during the run",
+        "Freeze layers until an epoch with freeze.parameters and freeze.unfreeze, and set the learning rates of layers "
+        "with optimizer.groups",
     ),
     callbacks.WeightAveraging: (
         "which exp replaces by its callback ema",
@@ -49,47 +49,48 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "callbacks=[ema] averages the weights, and validation, best.ckpt and the test use the average",
     ),
     callbacks.ModelPruning: (
-        "which changes weights after a validation, so that best.ckpt would not have the validated weights",
-        "torch.nn.utils.prune prunes the weights of a finished run",
+        "which changes the weights after a validation, so that best.ckpt would not contain the validated weights",
+        "Prune the weights of a finished run with torch.nn.utils.prune",
     ),
     callbacks.GradientAccumulationScheduler: (
-        "which changes the number of optimizer steps of an epoch",
-        "trainer.accumulate_grad_batches sets one number for the whole run",
+        "which changes the number of optimizer steps in an epoch during the run",
+        "Set one number for the whole run with trainer.accumulate_grad_batches",
     ),
     callbacks.SpikeDetection: (
-        "which keeps a state that lightning 2.6 cannot read back from a checkpoint",
-        "runtime.non_finite=skip leaves out a step that is not finite, and hooks=[nan_guard] says where it began",
+        "which stores a state that Lightning 2.6 cannot read from a checkpoint",
+        "runtime.non_finite=skip skips steps with a loss or gradient that is not finite, and hooks=[nan_guard] finds the "
+        "first such value",
     ),
     callbacks.BasePredictionWriter: (
-        "which is called by predict alone, never by training",
-        "hooks=[samples] shows what the network gives in validation",
+        "which works only in Lightning's predict, and never in training",
+        "hooks=[samples] shows outputs of the network in validation",
     ),
 }
 # Optimizers that need whole weights, with the reason.
 WHOLE: Mapping[type[optim.Optimizer], str] = {
-    optim.LBFGS: "it searches along all weights together",
-    optim.Adafactor: "it keeps sums over whole rows and columns",
-    optim.Muon: "it makes whole matrices orthogonal",
-    optim.SparseAdam: "it takes sparse gradients",
+    optim.LBFGS: "it computes one search direction for all weights together",
+    optim.Adafactor: "it stores sums over whole rows and columns of a weight",
+    optim.Muon: "it orthogonalizes whole matrices",
+    optim.SparseAdam: "it needs sparse gradients",
 }
-UNKNOWN = "it is not known to update each number of a weight separately"
+UNKNOWN = "it may read whole weights, unlike AdamW and SGD of torch"
 
 NEEDS: Mapping[str, str] = {
     **HOOK_NEEDS,
-    "own_passes": "terms of the objective call the network, or parts of it, themselves",
-    "mean_over_samples": "terms of the objective divide by weights of their targets, which ranks add up",
-    "several_sizes": "data.batch_sampler makes batches of several sizes",
-    "several_backwards": "phases have their own backwards and optimizers",
-    "several_steps": "a step has as many backwards and optimizer steps as the phases have",
-    "one_program": "torch.compile takes the whole network",
-    "fixed_weights": "a callback replaces weights, or what the optimizer holds",
+    "own_passes": "terms of the objective run the network, or a submodule of it, again",
+    "mean_over_samples": "terms of the objective divide by weights of targets, which are summed over ranks",
+    "several_sizes": "data.batch_sampler makes batches of different sizes",
+    "several_backwards": "each phase has its own backward pass and optimizer",
+    "several_steps": "a step has a backward pass and an optimizer step for each phase",
+    "one_program": "torch.compile compiles the whole network",
+    "fixed_weights": "a callback changes the parameters of the optimizer during the run",
     "whole_average": "a callback averages all weights",
-    "whole_tensors": "an optimizer looks at whole weights, not at each number alone",
-    "all_parameters": "an optimizer looks at all parameters together",
-    "whole_weights": "lora replaces a layer's weight by a sum",
-    "other_parameters": "freeze.unfreeze changes which parameters learn",
+    "whole_tensors": "an optimizer reads whole weights, not each element separately",
+    "all_parameters": "an optimizer reads all parameters together",
+    "whole_weights": "LoRA replaces the weight of a layer by a sum",
+    "other_parameters": "freeze.unfreeze changes the set of trained parameters during the run",
     "whole_module": "a LightningModule of the user runs its own training_step",
-    "lasting_writes": "a layer with max_norm writes into its weight in its forward",
+    "lasting_writes": "a layer with max_norm changes its weight in its forward",
 }
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
 # For each need, the traits of strategies and the switches of a run that exclude it.
@@ -131,21 +132,21 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
 }
 # For each trait or switch, the reason why it excludes needs.
 REASONS: Mapping[str, str] = {
-    "shards_parameters": "ranks hold parts of weights and gradients",
-    "splits_tensors": "ranks hold parts of weights, and of what layers return",
-    "splits_layers": "ranks hold parts of the layers, and a schedule orders their micro-batches",
-    "splits_devices": "the layers are on several devices and run one by one",
-    "replicates_in_threads": "replicas of the network run at once, in threads",
-    "owns_step": "its engine keeps weights and gradients, and runs backward and step",
-    "steps_once": "other strategies make one backward a step",
-    "ranks": "each of several ranks sees a part of the batch",
-    "compile": "the backward of a compiled network is one function, into which no gradient can be put; write it as a "
-    "torch.autograd.Function in `forward`",
-    "phases": "each phase has its own loss and its own parameters",
-    "module": "its training_step makes the losses, and exp does not know its values",
-    "accumulation": "an optimizer step takes the gradients of several micro-batches",
-    "float8": "layers in float8 know neither torch.func.vmap nor weights that are sums",
-    "half": "it computes in half precision",
+    "shards_parameters": "each rank stores only a part of each weight and gradient",
+    "splits_tensors": "each rank stores only a part of each weight, and computes only a part of each output",
+    "splits_layers": "each rank has only some of the layers, and runs them on micro-batches",
+    "splits_devices": "the layers are on several devices and run one after another",
+    "replicates_in_threads": "copies of the network run at the same time in threads",
+    "owns_step": "the engine of the strategy stores weights and gradients, and runs backward and optimizer steps",
+    "steps_once": "the strategy supports only one backward pass per step",
+    "ranks": "each rank sees only a part of the batch",
+    "compile": "gradients cannot be changed inside the backward of a compiled network, except by a "
+    "torch.autograd.Function in its forward",
+    "phases": "each phase has its own loss and parameters",
+    "module": "the training_step of the module computes the loss, and exp does not know its values",
+    "accumulation": "an optimizer step uses the gradients of several micro-batches",
+    "float8": "float8 layers support neither torch.func.vmap nor weights that are sums",
+    "half": "the run computes in half precision",
 }
 
 
@@ -172,7 +173,7 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
     present = conditions(planned)
     for part in parts:
         for word in sorted(set(part.needs) - NEEDS.keys()):
-            got, expected = f"{part.named} that needs {word!r}", f"words among {', '.join(HOOK_NEEDS)}"
+            got, expected = f"{part.named} with the unknown need {word!r}", f"needs among {', '.join(HOOK_NEEDS)}"
             yield ErrorDetails(key=part.key, got=got, expected=expected, fix=did_you_mean(word, HOOK_NEEDS))
         excluding: dict[str, str] = {}
         for need in (need for need in EXCLUDED if need in part.needs):
@@ -219,10 +220,10 @@ def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> 
         key = f"callbacks.{name}"
         for refused, (why, fix) in REFUSED.items():
             if issubclass(kind, refused):
-                yield unsuitable(key, kind.__name__, why, "a callback that a run supports", fix)
+                yield unsuitable(key, kind.__name__, why, "a callback that exp supports", fix)
         if kind is callbacks.BaseFinetuning:
-            expected = "a class of yours that says what it freezes"
-            yield ErrorDetails(key=key, got="BaseFinetuning itself", expected=expected, fix="Or write freeze.unfreeze")
+            got, expected = "BaseFinetuning, which freezes nothing", "a subclass that defines what to freeze"
+            yield ErrorDetails(key=key, got=got, expected=expected, fix="Or use freeze.unfreeze")
         if name in bars and (not shows_bar or name != bars[0]):
             got = (
                 f"{kind.__name__} with trainer.enable_progress_bar=false" if not shows_bar else "a second progress bar"
@@ -247,18 +248,18 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     settings, ddp = planned.settings, "Write strategy=ddp"
     unmet, weighed = planned.needs - planned.meets, ", ".join(planned.weighed)
     if unmet:
-        more = f", or that need {', '.join(sorted(planned.meets))}" if planned.meets else ""
-        yield Part("objective", f"terms that need {', '.join(sorted(unmet))}", ["own_passes"], ddp, more)
+        more = f". It supports only terms with the needs {', '.join(sorted(planned.meets))}" if planned.meets else ""
+        yield Part("objective", f"terms with the needs {', '.join(sorted(unmet))}", ["own_passes"], ddp, more)
     if "parameter_gradients" in planned.needs:
-        named = "terms of a batch as a whole (they need parameter_gradients)"
+        named = "a term that needs the gradients of a whole batch by the parameters (parameter_gradients)"
         yield Part("objective", named, ["one_rank", "one_batch_a_step"], "Leave the term out, or change {switch}")
     if weighed:
-        named = f"{weighed}, which divides by weights of its targets (class weights, ignored targets),"
-        fix = "exp.objectives.terms.CrossEntropy without class_weights and ignore_index counts samples"
+        named = f"{weighed}, a loss that divides by weights of targets because of class weights or ignored targets,"
+        fix = "Use exp.objectives.terms.CrossEntropy without class_weights and ignore_index: it is a mean over samples"
         yield Part("objective", named, ["mean_over_samples"], fix)
     if "batch_sampler" in settings.data and settings.data["batch_sampler"] is not None:
         fix = "Change {switch}, or leave the batch sampler out"
-        yield Part("data.batch_sampler", "batches of several sizes", ["several_sizes"], fix)
+        yield Part("data.batch_sampler", "batches of different sizes", ["several_sizes"], fix)
     if settings.module is not None:
         yield Part("strategy", f"the module {settings.module['_target_']}", ["whole_module"], ddp)
     if settings.phases:
@@ -269,11 +270,11 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
     if settings.lora.layers:
         yield Part("lora.layers", "LoRA", ["whole_weights"], "Write strategy=ddp or fsdp, without precision=fp8")
     if any(settings.freeze.unfreeze):  # only epochs above 0 change the frozen parameters in the run
-        named = f"epochs {among(map(str, settings.freeze.unfreeze))}"
+        named = f"unfreezing in the epochs {among(map(str, settings.freeze.unfreeze))}"
         yield Part("freeze.unfreeze", named, ["other_parameters"], "Freeze for the whole run, or change {switch}")
     if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:
-        named = f"{', '.join(names)} with max_norm, which writes into the weight in each forward"
-        yield Part("strategy", named, ["lasting_writes"], "Write strategy=single")
+        named = f"{', '.join(names)}, which changes its weight in each forward because of max_norm,"
+        yield Part("strategy", named, ["lasting_writes"], "Write strategy=single, or remove max_norm from the layer")
     for name, callback in planned.callbacks.items():
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:

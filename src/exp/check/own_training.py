@@ -80,32 +80,34 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
     """Yield the errors of settings that Lightning's Trainer would reject later, or would not follow."""
     settings, kind, data_kind = own.settings, own.kind, own.data_kind
     if settings.has_own_loaders and data_kind is None:
-        expected = "exp.data.data.Data, around a Dataset of yours, or a LightningDataModule"
+        expected = "exp.data.data.Data with your data set, or a LightningDataModule"
         yield not_supported_with("data._target_", settings.data["_target_"], "a module", expected)
     if settings.train:
         for method in ("training_step", "configure_optimizers"):
             if not is_overridden(method, kind, LightningModule):
                 because = f"which has no {method}"
-                yield unsuitable("module", kind.__name__, because, "a LightningModule that trains", "Or train=false")
+                expected = "a LightningModule that can train"
+                yield unsuitable("module", kind.__name__, because, expected, "Or write train=false")
         if data_kind is not None and not is_overridden(LOADERS["train"], data_kind, LightningDataModule):
             because, fix = "which has no train_dataloader", "Or write train=false"
-            yield unsuitable("data", data_kind.__name__, because, "loaders to train on", fix)
+            yield unsuitable("data", data_kind.__name__, because, "a LightningDataModule with training data", fix)
     for key, stage in EVALUATIONS.items():
         if not settings.train and getattr(settings, key) and not own.has(stage):
-            yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "something to do")
+            yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "false, or this method")
     loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
     if loaders:
-        expected, fix = "loaders of a LightningDataModule, named by data", "Move them there: data._target_=mine.LitData"
-        other = f"{among(loaders)}, which the loaders of data would replace"
+        expected = "loaders in a LightningDataModule, which the key data names"
+        fix = "Move these methods to a LightningDataModule, and write data._target_=mine.LitData"
+        other = f"the methods {among(loaders)}, which the loaders of data would replace"
         yield not_supported_with("module", kind.__name__, other, expected, fix)
     if "dataloader_iter" in inspect.signature(kind.training_step).parameters:
-        expected = "training_step(self, batch, batch_idx): a run that fetches batches itself has no position to resume"
+        expected = "training_step(self, batch, batch_idx), because exp must count the batches to resume the run"
         yield not_supported_with("module", "training_step", "dataloader_iter", expected)
     if not own.network.automatic_optimization:
         for name, off in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
             value = getattr(settings.trainer, name)
             if value not in off:
-                expected = f"{show(off[0])}: its training_step does that itself"
+                expected = f"{show(off[0])}, because the training_step does this itself"
                 other = f"{kind.__name__}, which steps its optimizers by hand"
                 yield not_supported_with(f"trainer.{name}", value, other, expected)
 
@@ -114,15 +116,15 @@ def module_notes(own: OwnTraining) -> Iterator[str]:
     """Yield remarks on keys of the config that have no effect, and on stages that are skipped."""
     settings, name = own.settings, f"{own.kind.__module__}.{own.kind.__qualname__}"
     yield (
-        f"module {name} brings its own network, losses, metrics and optimizers: the model, objective, metrics, "
-        "optimizer and scheduler of exp's defaults do not apply"
+        f"module {name} defines the network, losses, metrics and optimizers. The keys model, objective, metrics, "
+        "optimizer and scheduler have no effect"
     )
     if settings.train and not own.has("val"):
-        yield f"nothing is validated: {_lacking(own, 'val')}"
+        yield f"the run has no validation, because {_lacking(own, 'val')}"
     if settings.test and not own.has("test"):
-        yield f"the test stage is left out: {_lacking(own, 'test')}"
+        yield f"the run has no test stage, because {_lacking(own, 'test')}"
     if settings.train and settings.monitor is None and settings.checkpoint.save_best:
-        yield "no best.ckpt is kept, for monitor is null: name a tag that the module logs, monitor=val/acc mode=max"
+        yield "no best.ckpt is saved, because monitor is null. Name a tag that the module logs: monitor=val/acc mode=max"
 
 
 def _lacking(own: OwnTraining, stage: Stage) -> str:

@@ -52,7 +52,7 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
     phases = values["phases"]
     if not isinstance(phases, dict):
         if phases is not UNKNOWN:
-            fix = "An empty one is phases=[]" if phases is None else None
+            fix = "For no phase, write phases=[]" if phases is None else None
             yield invalid_value("phases", phases, "a mapping of named phases", fix)
         return
     for name, phase in phases.items():
@@ -60,9 +60,11 @@ def phases_are_readable(values: Values) -> Iterator[ErrorDetails]:
         if isinstance(phase, dict):
             yield from _key_errors(key, phase)
             if any(letter in str(name) for letter in "/*?["):
-                yield ErrorDetails(key, "a name with one of / * ? [", "a name that can be a part of a tag")
+                yield ErrorDetails(
+                    key, "a name with one of / * ? [", "a name without these characters, because tags contain it"
+                )
         elif phase is not UNKNOWN:
-            fix = f"To leave it out, write '~{key}'" if phase is None else None
+            fix = f"To remove the phase, write '~{key}'" if phase is None else None
             yield invalid_value(key, phase, f"a mapping of {among(PHASE, count=10)}", fix)
 
 
@@ -85,13 +87,13 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
         for term in (term for term in phase["terms"] if term not in terms):
             expected = f"terms of the objective: {among(map(str, terms))}"
             fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
-            yield unsuitable(f"phases.{name}.terms", term, "which is no term of the objective", expected, fix)
+            yield unsuitable(f"phases.{name}.terms", term, "which is not a term of the objective", expected, fix)
     # If a phase has an error, its terms are unknown, so no term is reported as unused.
     for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
-            got = f"in the terms of no phase; there are the phases {among(phases)}"
-            fix = f"Add it to the terms of one, or leave it out: '~objective.{term}'"
-            expected = "each term in a phase, because it trains nothing otherwise"
+            got = f"in the terms of no phase; the phases are {among(phases)}"
+            fix = f"Name the term in the terms of a phase, or remove it: '~objective.{term}'"
+            expected = "each term in at least one phase, because other terms train no parameter"
             yield ErrorDetails(f"objective.{term}", got, expected, fix)
 
 
@@ -102,18 +104,20 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
         return
     if clip not in (None, UNKNOWN):
         fix = f"Write phases.{next(iter(phases))}.gradient_clip_val"
-        expected = "null: each phase clips its own gradients"
+        expected = "null, because each phase clips its own gradients"
         yield invalid_value("trainer.gradient_clip_val", clip, expected, fix, because="with phases")
     if len(phases) == len(values["phases"]) and all(phase["every_n_steps"] > 1 for phase in phases.values()):
         name, phase = min(phases.items(), key=lambda pair: pair[1]["every_n_steps"])
-        expected = "1 for at least one phase: a step in which no phase runs changes nothing"
+        expected = "1 for at least one phase, because a step without a phase changes no parameter"
         because = "and no phase runs at every step"
         yield unsuitable(f"phases.{name}.every_n_steps", phase["every_n_steps"], because, expected)
     stages = values["metric_stages"]
     of_training = isinstance(stages, list) and "train" in stages and bool(values["metrics"])
     if of_training and all(phase["forward"] is not None or phase["every_n_steps"] > 1 for phase in phases.values()):
-        got = "train, and no phase that runs at every step gives the network's own output"
-        yield ErrorDetails("metric_stages", got, "val and test: metrics compare what the network's own forward gives")
+        got = "train, and no phase that runs at every step calls the network's own forward"
+        yield ErrorDetails(
+            "metric_stages", got, "val and test, because metrics use the output of the network's own forward"
+        )
 
 
 def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails]:
@@ -124,11 +128,11 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails
     for before, (name, phase) in zip([None, *phases.values()], phases.items(), strict=False):
         key = f"phases.{name}"
         if phase["simultaneous"] and before is None:
-            expected = "false: the first phase has none before it"
-            yield ErrorDetails(f"{key}.simultaneous", "true", expected, "Write it at the second one")
+            expected = "false, because there is no phase before the first phase"
+            yield ErrorDetails(f"{key}.simultaneous", "true", expected, "Set simultaneous in the second phase")
         elif phase["simultaneous"] and before is not None:
             for word in (word for word in SHARED if phase[word] != before[word]):
-                expected = f"{show(before[word])}, as the phase before it, whose forward it shares"
+                expected = f"{show(before[word])}, the value of the previous phase, because both phases share a forward"
                 yield invalid_value(f"{key}.{word}", phase[word], expected, f"Or write {key}.simultaneous=false")
 
 

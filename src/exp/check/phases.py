@@ -48,7 +48,7 @@ def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
     names = forward_names(network)
     kind = "programs of model.programs" if isinstance(network, ProgramModel) else f"methods of {type(network).__name__}"
     expected = f"null, or one of the {kind}: "
-    fix = None if names else "Write the program below model.programs, or write null for the forward of the network"
+    fix = None if names else "Define the program in model.programs, or write null for the network's own forward"
     fix = did_you_mean(phase.forward, names) or fix
     yield unsuitable(
         f"phases.{phase.name}.forward",
@@ -63,8 +63,9 @@ def _untrained_errors(phases: Sequence[Phase], network: nn.Module) -> Iterator[E
     """Yield the error of trainable parameters that no phase trains."""
     names = unmatched_parameters(network, [pattern for phase in phases for pattern in phase.parameters])
     if names:
-        fix = "Add a pattern to the parameters of one, or freeze them: freeze.parameters"
-        yield unsuitable("phases", among(names, count=SHOWN), "which no phase trains", "each parameter in a phase", fix)
+        fix = "Add a pattern to the parameters of a phase, or freeze the parameters with freeze.parameters"
+        expected = "each trainable parameter in a phase"
+        yield unsuitable("phases", among(names, count=SHOWN), "which no phase trains", expected, fix)
 
 
 def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[ErrorDetails]:
@@ -76,9 +77,9 @@ def _claimed_twice(phases: Sequence[Phase], network: nn.Module) -> Iterator[Erro
             names = {id(one): name for name, one in network.named_parameters()}
             both = next((one for one in own if id(one) in owners), None)
             if both is not None:
-                expected = "other parameters in each of the phases that are simultaneous"
+                expected = "different parameters in simultaneous phases"
                 fix = f"Or write phases.{phase.name}.simultaneous=false"
-                because = f"which phases.{owners[id(both)]} trains at the same time"
+                because = f"which the simultaneous phase phases.{owners[id(both)]} also trains"
                 yield unsuitable(f"phases.{phase.name}.parameters", names[id(both)], because, expected, fix)
             owners |= {id(one): phase.name for one in own}
 
@@ -97,7 +98,7 @@ def _optimizer_errors(
         key = f"phases.{phase.name}.scheduler" if phase.owns_scheduler else "scheduler"
         yield from rate_errors(phase.optimization, optimizer, key=key, steps=lambda: None, epochs=epochs)
         if isinstance(optimizer, LBFGS):
-            expected = "an optimizer that steps once: a phase has its gradients by then"
-            yield unsuitable(own, "LBFGS", "which runs the forward several times in a step", expected)
+            expected = "an optimizer that uses the gradients that the phase has computed"
+            yield unsuitable(own, "LBFGS", "which runs the forward several times per step", expected)
         else:
             made.append(optimizer)

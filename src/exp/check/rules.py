@@ -51,10 +51,10 @@ SCHEDULER_DEFAULTS: Mapping[str, object] = {"interval": "step", "monitor": None}
 # Switches that exclude each other: a key and its value, another key and its value, the expected value, and the fix.
 EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
     ("runtime.cudnn_benchmark", True, "runtime.deterministic", True,
-     "one of the two: the fastest algorithm of one run need not be that of the next",
+     "only one of the two: the fastest algorithm may differ between runs",
      "Leave runtime.cudnn_benchmark out"),
     ("runtime.matmul", "highest", "precision.word", "tf32",
-     "high or medium, or null: tf32 is for matrix products that are less exact",
+     "high, medium or null, because tf32 lowers the precision of matrix products",
      "Leave runtime.matmul out, or choose precision=fp32"),
 )  # fmt: skip
 
@@ -69,17 +69,19 @@ def rule_errors(plain: dict[str, object]) -> list[ErrorDetails]:
 def something_to_do(values: Values) -> Iterator[ErrorDetails]:
     """Yield the error of a run without training and evaluation, or with a wrong combination of the two."""
     if all(values[key] is False for key in ("train", *AFTER)):
-        yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "one of them to be true")
+        yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "true for at least one of these keys")
     elif values["train"] is True:
         fixes = {
-            "validate": "Leave it out: each epoch validates, and report.json has the values of the best",
-            "predict": "Train first: python -m exp.predict run=DIR input=FILE output=FILE takes what the run saved",
+            "validate": "Leave it out: each epoch ends with a validation, and report.json has the values of the best epoch",
+            "predict": "Train first. Then python -m exp.predict run=DIR input=FILE output=FILE uses the weights that the run saved",
         }
         for key, fix in fixes.items():
             if values[key] is True:
-                yield ErrorDetails(key, "true with train=true", "false, but with train=false", fix)
+                yield ErrorDetails(key, "true with train=true", "false in a run that trains", fix)
     elif values["train"] is False and values["resume"] is None and values["weights.from"] is None:
-        yield ErrorDetails("resume", "null with train=false", "the checkpoint to evaluate", "Add resume=PATH")
+        yield ErrorDetails(
+            "resume", "null with train=false", "the path of the checkpoint to evaluate", "Add resume=PATH"
+        )
 
 
 def files_are_there(values: Values) -> Iterator[ErrorDetails]:
@@ -90,17 +92,17 @@ def files_are_there(values: Values) -> Iterator[ErrorDetails]:
     # os.path.isfile instead of Path.is_file, which raises an exception for a name that is too long.
     elif isinstance(path, str) and path not in ("", "auto") and not os.path.isfile(path):
         fix = "Write resume=null" if path.lower() == "none" else fix_of_value("resume", path) or _near_file(path)
-        yield invalid_value("resume", path, "a checkpoint file that is there", fix)
+        yield invalid_value("resume", path, "the path of an existing checkpoint file", fix)
     if not isinstance(weights, str) or weights == "" or path is not None:
         return
     if _is_url(weights):
         yield invalid_value("weights.from", weights, "a file on this machine", "Download it first")
     elif not os.path.exists(weights):
-        expected = "a run directory, a checkpoint, a state dict or a safetensors file that is there"
+        expected = "an existing run directory, checkpoint, state dict or safetensors file"
         yield invalid_value("weights.from", weights, expected, _near_file(weights))
     elif os.path.isdir(weights) and weights_of_run(Path(weights)) is None:
         expected = f"a run directory, with {among(CHECKPOINTS)}"
-        yield unsuitable("weights.from", weights, "a directory without weights", expected)
+        yield unsuitable("weights.from", weights, "which contains no checkpoint", expected)
 
 
 def _is_url(path: object) -> bool:
@@ -112,7 +114,8 @@ def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
-            expected, fix = "nothing: LoRA freezes all other parameters", "Name layers that learn whole in lora.trained"
+            expected = "an empty value: LoRA freezes all other parameters"
+            fix = "Name layers whose own weights are trained in lora.trained"
             yield not_supported_with(key, values[key], "lora.layers", expected, fix)
 
 
@@ -129,8 +132,8 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
-        expected = "a limit: max_epochs, max_steps or max_time"
-        yield invalid_value("trainer.max_epochs", highest, expected, because="with no max_steps and no max_time")
+        expected = "a limit of the run: trainer.max_epochs, trainer.max_steps or trainer.max_time"
+        yield invalid_value("trainer.max_epochs", highest, expected, because="without max_steps and max_time")
     if isinstance(lowest, int) and isinstance(highest, int) and 0 < highest < lowest:
         yield invalid_value("trainer.min_epochs", lowest, f"at most max_epochs, {highest}")
 
@@ -140,14 +143,14 @@ def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
         "train": (values["train"] is True, "To only test, write train=false"),
-        "val": (values["validate"] is True or monitors_val, "Or monitor something of training: monitor=loss/train"),
+        "val": (values["validate"] is True or monitors_val, "Or monitor the training loss: monitor=loss/train"),
         "test": (values["test"] is True, "To leave the test out, write test=false"),
     }
     for stage, (is_used, fix) in uses.items():
         key = f"trainer.limit_{stage}_batches"
         limit = values[key]
         if is_used and limit is not UNKNOWN and limit is not None and limit == 0:
-            yield invalid_value(key, limit, "null for all, or more than 0", fix)
+            yield invalid_value(key, limit, "null for all batches, or more than 0", fix)
         elif isinstance(limit, float) and 1 < limit < math.inf:
             expected = "an integer number of batches, or a share between 0.0 and 1.0"
             yield invalid_value(key, limit, expected, f"Write {round(limit)}")
@@ -161,8 +164,8 @@ def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
         removals = [text for text in typed if text.startswith("~objective.")]
         got, fix = "no term", "Add objective=[cross_entropy]"
         if removals:
-            got, fix = f"its only term is removed by {removals[-1]}", f"Leave {removals[-1]} out of the command"
-        yield ErrorDetails("objective", got, "at least one", fix)
+            got, fix = f"no term, because of {removals[-1]}", f"Leave {removals[-1]} out of the command"
+        yield ErrorDetails("objective", got, "at least one term", fix)
 
 
 def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
@@ -171,15 +174,16 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
     for group in ("objective", "metrics"):
         for name in map(str, values[group] if isinstance(values[group], dict) else {}):
             reasons = {
-                "a name with a slash, which divides a tag": "/" in name,
-                "the name of a stage, with which its tags are read wrongly": name in STAGES,
-                "a metric whose tag is loss/val, the objective's": (group, name) == ("metrics", "loss"),
-                f"a metric of the same name as hooks.{name}, whose tags may be the same": (
+                "a name with a slash, which separates the parts of a tag": "/" in name,
+                "the name of a stage, so that its tags would be ambiguous": name in STAGES,
+                "a metric with the tag loss/val, which is the tag of the objective": (group, name)
+                == ("metrics", "loss"),
+                f"a metric with the name of hooks.{name}, so that both may write the same tag": (
                     group == "metrics" and name in hooks
                 ),
             }
             for got in [reason for reason, is_so in reasons.items() if is_so][:1]:
-                yield ErrorDetails(f"{group}.{name}", got, "a distinct tag", "Give it another name")
+                yield ErrorDetails(f"{group}.{name}", got, "a name that leads to distinct tags", "Give it another name")
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
@@ -277,13 +281,13 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
     name, _, stage = monitor.rpartition("/")
     fix = did_you_mean(monitor, tags)
     if stage == "test":
-        fix = "The test comes after the best checkpoint was picked: monitor a value of val"
+        fix = "The test runs after the best checkpoint is chosen. Monitor a tag of the validation instead"
     elif without and _stage(monitor) == "val":
-        fix = f"It never validates: {without}"
+        fix = f"The run has no validation because of {without}"
     elif name in metrics and stage in ("val", "train"):
         fix = f"Add {stage} to metric_stages"
     elif name in ("loss/val", "loss/train") and stage in terms:
-        fix = f"Write loss/val/{stage}" if len(terms) > 1 else f"It is the only term: write {name}"
+        fix = f"Write loss/val/{stage}" if len(terms) > 1 else f"The objective has only this term: write {name}"
     elif f"{monitor}/val" in tags:
         fix = f"Did you mean {monitor}/val?"
     yield invalid_value(key, monitor, f"a tag of this run: {among(tags, word=monitor)}", fix)
@@ -303,9 +307,11 @@ def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
             continue
         given = {**SCHEDULER_DEFAULTS, **node}
         if given["monitor"] is None:
-            yield missing_value(f"{key}.monitor", "the tag to watch", f"Write {key}.monitor='${{monitor}}'")
+            yield missing_value(
+                f"{key}.monitor", "the tag of the value to monitor", f"Write {key}.monitor='${{monitor}}'"
+            )
         if given["interval"] == "step":
-            expected = "epoch: the watched value is measured once a validation"
+            expected = "epoch, because the monitored value is measured once per validation"
             yield ErrorDetails(f"{key}.interval", "'step'", expected)
 
 
@@ -316,13 +322,13 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
     if values["train"] is not True:
         return
     if every is None and str(target).endswith(".ReduceLROnPlateau") and _stage(monitor) == "val":
-        expected = f"an integer: the schedule reads {monitor} at the end of an epoch"
+        expected = f"an integer, because the schedule reads {monitor} at the end of an epoch"
         fix = "Write trainer.check_val_every_n_epoch=1"
         key = "trainer.check_val_every_n_epoch"
-        yield ErrorDetails(key, "null: validation does not follow the epochs", expected, fix)
+        yield ErrorDetails(key, "null, so that validations are independent of epochs", expected, fix)
     if every is None and isinstance(interval, float):
         expected = "an integer number of batches, counted over all epochs"
-        because = "a share of an epoch, with trainer.check_val_every_n_epoch=null"
+        because = "a fraction of an epoch, with trainer.check_val_every_n_epoch=null"
         yield invalid_value("trainer.val_check_interval", interval, expected, because=because)
 
 
@@ -331,14 +337,20 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
     parts, data, monitor = values["data.parts"], values["data"], values["monitor"]
     if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
         return
-    reasons = {"train": ("train=true", "the run trains on it", "Or write train=false")}
+    reasons = {"train": ("train=true", "the run trains on this split", "Or write train=false")}
     if _stage(monitor) == "val":
-        reasons["val"] = (f"monitor={monitor}", "the monitor is measured on it", "Or write monitor=loss/train")
+        reasons["val"] = (
+            f"monitor={monitor}",
+            "the monitored value is measured on this split",
+            "Or write monitor=loss/train",
+        )
     for stage, (asked, why, fix) in reasons.items():
         size = parts.get(stage, 0)
         is_left_out = isinstance(size, int | float) and not isinstance(size, bool) and size == 0
         if is_left_out and data.get(stage) is None and data.get("dataset") is not None:
-            yield invalid_value(f"data.parts.{stage}", size, f"more than 0: {why}", fix, because=f"and {asked}")
+            yield invalid_value(
+                f"data.parts.{stage}", size, f"more than 0, because {why}", fix, because=f"with {asked}"
+            )
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
@@ -348,8 +360,8 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
         return
     others = [str(package) for package in allowed if str(package) not in typed]
     if others:
-        expected = "[] in files: packages are allowed on the command line alone"
-        fix = f"If you trust it, add 'security.allow=[{','.join(map(str, allowed))}]' to the command"
+        expected = "[] in files, because packages can be allowed only on the command line"
+        fix = f"If you trust the file, add 'security.allow=[{','.join(map(str, allowed))}]' to the command"
         yield ErrorDetails("security.allow", f"[{','.join(others)}] in a file", expected, fix)
 
 
@@ -362,7 +374,7 @@ def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
         return
     sets = {name: data[name] for name in ("dataset", *STAGES) if data.get(name) is not None}
     if not sets:
-        expected = "a data set, or a data set for each split in data.train, data.val and data.test"
+        expected = "a data set, unless data.train, data.val and data.test each have one"
         yield missing_value("data.dataset", expected, got="nothing")
     for name, node in sets.items():
         if node is not UNKNOWN and not is_node(node):
@@ -396,11 +408,11 @@ def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
         last, kind = target.rpartition(".")[2], "metric" if key.startswith("metrics.") else "loss"
         if is_regression and (last in CLASS_LOSSES or target.startswith(CLASS_METRICS)):
             fix = "Write metrics=[mae]" if kind == "metric" else "Write objective=[mse]"
-            why = "the targets of this data set are numbers, because data.num_classes is null"
-            yield ErrorDetails(f"{key}._target_", target, f"a {kind} of numbers: {why}", fix)
+            why = "the targets of this data set are numbers (data.num_classes is null)"
+            yield ErrorDetails(f"{key}._target_", target, f"a {kind} for numbers, because {why}", fix)
         elif is_classification and (last in NUMBER_LOSSES or target.startswith(REGRESSION)):
             fix = "Write metrics=[accuracy]" if kind == "metric" else "Write objective=[cross_entropy]"
-            expected = f"a {kind} of {classes} classes: the targets of this data set are class numbers"
+            expected = f"a {kind} for {classes} classes, because the targets of this data set are class numbers"
             yield ErrorDetails(f"{key}._target_", target, expected, fix)
 
 
@@ -413,8 +425,10 @@ def _reads_target(node: Mapping[str, object]) -> bool:
 def the_test_has_weights(values: Values) -> Iterator[ErrorDetails]:
     """Yield the error of a test stage in a run that saves no checkpoint."""
     if values["checkpoint.save_best"] is False and values["checkpoint.save_last"] is False and values["test"] is True:
-        got = "false, and save_last is false, too"
-        yield ErrorDetails("checkpoint.save_best", got, "a checkpoint for the test to load", "Or write test=false")
+        got = "false with checkpoint.save_last=false and test=true"
+        yield ErrorDetails(
+            "checkpoint.save_best", got, "true, so that the test can load a checkpoint", "Or write test=false"
+        )
 
 
 def switches_agree(values: Values) -> Iterator[ErrorDetails]:
@@ -426,7 +440,7 @@ def switches_agree(values: Values) -> Iterator[ErrorDetails]:
     if isinstance(mode, str) and values["runtime.compile"] is False:
         fix = f"Write runtime.compile=true runtime.compile_mode={mode}"
         got = f"{mode} without runtime.compile=true"
-        yield ErrorDetails("runtime.compile_mode", got, "null, or a network that is compiled", fix)
+        yield ErrorDetails("runtime.compile_mode", got, "null for a network that is not compiled", fix)
 
 
 RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (

@@ -24,12 +24,14 @@ def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
         shapes = [list(one.shape) for one in DataSpec.of(planned.settings.data).inputs.values()]
         if all(len(shape) != 3 for shape in shapes):
             other = f"samples of shape {' and '.join(map(str, shapes))}"
-            yield not_supported_with(key, True, other, "samples [C, H, W], so that a batch has four dimensions", fix)
+            yield not_supported_with(
+                key, True, other, "samples of shape [C, H, W], because channels_last needs batches with four axes", fix
+            )
         elif not any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in network.modules()):
-            expected = "a model with a Conv2d, which is faster with it"
+            expected = "a model with a Conv2d, because other layers are not faster with channels_last"
             yield not_supported_with(key, True, "a model without a convolution", expected, fix)
     if runtime.non_finite == "skip":
-        expected = "an optimizer of torch.optim except LBFGS, and a strategy that leaves the step to it"
+        expected = "an optimizer of torch.optim except LBFGS, and a strategy that calls it in each step"
         for reason in _step_makers(planned):
             yield not_supported_with("runtime.non_finite", "skip", reason, expected, "Write runtime.non_finite=stop")
 
@@ -38,9 +40,9 @@ def _step_makers(planned: Blueprint) -> Iterator[str]:
     """Yield the optimizers and strategies of a run that make steps that cannot be skipped."""
     for kind in planned.optimizers if not planned.settings.phases else ():  # phases call optimizers without a closure
         if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
-            yield f"{kind.__name__}, which may make the gradients of a step itself"
+            yield f"{kind.__name__}, which may compute the gradients of a step itself"
     if "owns_step" in planned.traits:
-        yield f"strategy={planned.settings.strategy['name']}, whose engine makes the steps"
+        yield f"strategy={planned.settings.strategy['name']}, whose engine runs the optimizer steps"
 
 
 def compile_errors(
@@ -58,10 +60,10 @@ def compile_errors(
     if backend not in known:
         yield unknown_word("runtime.compile_backend", backend, known)
     if mode is not None and (backend != "inductor" or accelerator != "cuda"):
-        expected = "null, or the backend inductor on a CUDA device: modes choose its kernels and CUDA graphs"
+        expected = "null, because modes apply only to the backend inductor on a CUDA device"
         fix = "Write runtime.compile_mode=null"
         yield not_supported_with("runtime.compile_mode", mode, f"{backend} on {accelerator}", expected, fix)
     if type(network).forward.__module__.startswith("torch.nn."):
-        other = f"a model that is a {type(network).__name__} of torch itself, which torch never compiles"
-        fix = "Put it into model=sequential as a layer, or write runtime.compile=false"
-        yield not_supported_with("runtime.compile", True, other, "a model whose class is not torch's", fix)
+        other = f"a model of torch's own class {type(network).__name__}, which torch never compiles"
+        fix = "Make the model a layer of model=sequential, or write runtime.compile=false"
+        yield not_supported_with("runtime.compile", True, other, "a model of another class", fix)

@@ -353,8 +353,8 @@ def test_repeats_within_repeats_are_bounded_by_their_product(tmp_path, monkeypat
     command = f"+model.layers.deep={{repeat: 1000, layer: {inner}}}"
     assert check(["model=mlp", command.replace("TIMES", "1000")]) == 2
     told = capfd.readouterr().err
-    assert "model.layers.deep.repeat: 1000, which makes 1,0" in told
-    assert "expected 100,000 layers at most" in told
+    assert "model.layers.deep.repeat: 1000, which leads to 1,0" in told
+    assert "a model with at most 100,000 layers" in told
     assert first_stage(read(compose(["model=mlp", command.replace("TIMES", "2")]))) == []
 
 

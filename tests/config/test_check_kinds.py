@@ -158,7 +158,7 @@ BOUNDS = [
     ("above", 0, "a number above 0"), ("above", float("inf"), "a number above 0"),
     ("steps", 0, "a whole number of steps, 1 or more"), ("steps", 1.5, "a whole number of steps, 1 or more"),
     ("most", 4, "an integer, at most 3, or null"), ("odd", 4, "an odd number, 3 or more"),
-    ("eights", 12, "an integer, a multiple of 8"), ("some", [], "a list of integers, 1 or more of them"),
+    ("eights", 12, "an integer, a multiple of 8"), ("some", [], "a list of integers with 1 or more entries"),
     ("each", [1, 0], "a list, each a number above 0"), ("word", 1, "auto, or an integer, 2 or more"),
 ]  # fmt: skip
 

@@ -109,7 +109,7 @@ def test_a_user_group_owns_its_node(place):
 
 def test_a_user_key_at_the_top_is_refused(place):
     Path("conf/experiment/more.yaml").write_text("# @package _global_\naddress: {port: 80}\n")
-    assert refused("experiment=more")["address"].fix == "Put it below vars, and refer to it as ${vars.address}"
+    assert refused("experiment=more")["address"].fix == "Move the key below vars, and refer to it as ${vars.address}"
     assert refused("+address.port=80")["address.port"].fix == "A value of your own is +vars.address.port=80"
 
 
@@ -214,7 +214,7 @@ def test_an_option_can_be_placed_elsewhere(place):
     config = exp.compose(["+model@vars.teacher=mlp", "model=lenet"])
     assert config.vars.teacher.layers.stem.out_features == config.vars.teacher.constants.width
     assert check(["+model@model.layers.extra=mlp"]) == 0
-    assert refused("+model@teacher=mlp")["teacher"].fix.startswith("Put it below vars, ")
+    assert refused("+model@teacher=mlp")["teacher"].fix.startswith("Move the key below vars, ")
     assert refused("model@vars.teacher=mlp")["model@vars.teacher"].fix == "Write +model@vars.teacher=mlp"
     assert "data.extra" in refused("+data@data.extra=wine")
 

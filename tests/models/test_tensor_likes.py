@@ -85,6 +85,6 @@ def test_an_output_that_is_no_tensor_is_told_in_one_sentence():
     with pytest.raises(ConfigError) as caught:
         fit("refused", last="quantity")
     assert (
-        "objective.cross_entropy: the network returns a tensor_likes.Quantity, which is no torch.Tensor; expected one "
-        "tensor to compare. Return the tensor in it, or derive its class from torch.Tensor"
+        "objective.cross_entropy: the network returns a tensor_likes.Quantity, which is not a torch.Tensor; expected "
+        "one tensor for the loss. Return a tensor from the network, or a mapping of names to tensors"
     ) in str(caught.value)

@@ -201,7 +201,7 @@ def test_a_schedule_with_functions_is_refused(node) -> None:
     (error,) = raised.value.errors
     assert error.key == "scheduler._target_"
     assert "a Python function" in error.got
-    assert "Derive a class from it" in error.fix
+    assert "Derive a class that creates the function" in error.fix
 
 
 NESTED = f"[{{_target_: {TORCHS}.ChainedScheduler, schedulers: {PARTS}}}, {{_target_: {TORCHS}.ConstantLR}}]"

@@ -47,12 +47,12 @@ def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
     [
         (
             ("sequential", "model.layers.head.out_features=9"),
-            "model.layers.head.out_features: 9; expected 10: the data has that many classes. "
+            "model.layers.head.out_features: 9; expected 10, because the data has this number of classes. "
             "Write out_features: ${data.num_outputs}",
         ),
         (
             ("transformer", "model.constants.heads=7"),
-            "model.layers.blocks.layer.forward: line 2, column 12: `part(y).unflatten(2, [heads, -1])`: unflatten is ",
+            "model.layers.blocks.layer.forward: line 2, column 12: `part(y).unflatten(2, [heads, -1])`: unflatten gets ",
         ),
         (
             ("shared", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),
@@ -119,8 +119,8 @@ def test_an_error_of_a_user_names_its_line() -> None:
     (error,) = examine(lambda: nn.Sequential(nn.Flatten(), OwnError()), objective=CLASSES)[1]
     line = OwnError.forward.__code__.co_firstlineno + 1
     assert str(error) == (
-        f"model.1: OwnError is given [B, 64] float32: only squares, please (test_shapes.py, line {line}); "
-        "expected an input that it takes"
+        f"model.1: OwnError gets [B, 64] float32: only squares, please (test_shapes.py, line {line}); "
+        "expected an input that the layer accepts"
     )
     (error,) = examine(Catches, objective=CLASSES)[1]
     assert error.key == "model.head.out_features"
@@ -143,7 +143,7 @@ def test_the_branch_of_evaluation_is_checked() -> None:
 
     (error,) = examine(build, objective=CLASSES)[1]
     assert error.key == "model.layers.hidden"
-    assert "is given [B, 10] float32" in error.got
+    assert "gets [B, 10] float32" in error.got
 
 
 def test_multiply_adds_are_half_of_torchs_flops() -> None:

@@ -64,7 +64,7 @@ def test_a_penalty_needs_a_backward_differentiable_twice(place: int) -> None:
     assert list(double_backward_errors(trace(plain), plain)) == []
     (error,) = double_backward_errors(trace(penalised), penalised)
     assert error.key == f"model.{place}"
-    assert error.got == "Squared, whose backward is marked once_differentiable, under objective.r1"
+    assert error.got == "Squared, whose backward is marked once_differentiable"
     layers[place] = nn.ReLU()
     assert list(double_backward_errors(trace(penalised), penalised)) == []
 

@@ -36,7 +36,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "Run python -m exp.find_batch with the overrides of this run first. It prints the command of the run",
     ),
     callbacks.BackboneFinetuning: (
-        "which needs an attribute `backbone` of the training module, and adds parameters to the optimizer during the run",
+        "which needs a `backbone` in the training module, and adds parameters to the optimizer during the run",
         "Freeze layers until an epoch with freeze.parameters and freeze.unfreeze, and set the learning rates of layers "
         "with optimizer.groups",
     ),
@@ -49,7 +49,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "callbacks=[ema] averages the weights, and validation, best.ckpt and the test use the average",
     ),
     callbacks.ModelPruning: (
-        "which changes the weights after a validation, so that best.ckpt would not contain the validated weights",
+        "which changes the weights after a validation, so that best.ckpt would have other weights",
         "Prune the weights of a finished run with torch.nn.utils.prune",
     ),
     callbacks.GradientAccumulationScheduler: (
@@ -58,7 +58,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     ),
     callbacks.SpikeDetection: (
         "which stores a state that Lightning 2.6 cannot read from a checkpoint",
-        "runtime.non_finite=skip skips steps with a loss or gradient that is not finite, and hooks=[nan_guard] finds the "
+        "runtime.non_finite=skip skips steps with a value that is not finite, and hooks=[nan_guard] finds the "
         "first such value",
     ),
     callbacks.BasePredictionWriter: (

@@ -111,7 +111,9 @@ def describe_value(value: object, *, batch: int | None = None) -> str:
     # The repr of other objects may be long, so only their class is shown.
     is_plain = isinstance(value, bool | int | float | str | torch.Size | torch.dtype | None)
     return (
-        repr(value) if is_plain else f"a {type(value).__module__}.{type(value).__qualname__}, which is no torch.Tensor"
+        repr(value)
+        if is_plain
+        else f"a {type(value).__module__}.{type(value).__qualname__}, which is not a torch.Tensor"
     )
 
 
@@ -128,14 +130,14 @@ def layer_error(error: BaseException, key: str, call: Call) -> ErrorDetails:
         call: Call of the layer.
     """
     module = call.module
-    given = ", ".join(map(_describe_given, call.inputs)) or "no input"
+    given = ", ".join(map(_describe_given, call.inputs)) or "nothing"
     demand = _dtype_demand(module, call, error) or _shape_demand(module, call)
     message = "" if demand is not None else f": {_first_line(error)}{user_location(error)}"
     demand = demand or _general_demand(module, error)
     fix = demand.fix
     if fix is not None and key.rpartition(".")[2] in ATTENTIONS:
         fix = fix.replace("embed_dim", "d_model")
-    got = f"{_class_of(module).__name__} is given {given}{message}"
+    got = f"{_class_of(module).__name__} gets {given}{message}"
     return ErrorDetails(key, got, demand.expected, fix, origins=_origins(key, module, demand.parameters))
 
 
@@ -165,7 +167,7 @@ def _parameters(module: nn.Module) -> list[str]:
 def _write(size: str, value: object, module: nn.Module) -> str:
     """Return the fix of a wrong size, with the right value. The fix also says if the size can be inferred."""
     is_inferred = any(isinstance(module, cls | lazy) and size == own for cls, (lazy, own) in LAZY_CLASSES.items())
-    return f"Write {size}: {value}" + (", or leave it out: it is inferred from the data" if is_inferred else "")
+    return f"Write {size}: {value}" + (f", or leave {size} out, to infer it from the data" if is_inferred else "")
 
 
 def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand | None:
@@ -175,24 +177,24 @@ def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand
         if given and given[0].dtype in (torch.int64, torch.int32):
             return None
         return Demand(
-            expected="whole numbers (int64), such as classes or characters",
-            fix="Give int64, of the data set or as x.long()",
+            expected="integers (int64), such as class numbers",
+            fix="Return int64 from the data set, or convert the input with x.long()",
         )
     own = {one.dtype for one in module.parameters(recurse=False)}
     others = [one.dtype for one in given if one.dtype not in own]
     if not own or not others or not _is_of_dtypes(error):
         return None
     wanted, other = next(iter(own)), others[0]
-    expected = f"{dtype_name(wanted)}, the dtype of its parameters"
+    expected = f"{dtype_name(wanted)}, the dtype of the layer's parameters"
     inputs = _inputs(module)
     if inputs:
-        expected = f"{_text(inputs[0], module)}, of {expected}"
+        expected = f"{_text(inputs[0], module)} with {expected}"
     if not other.is_floating_point and not other.is_complex:
-        fix = "Put a torch.nn.Embedding before it, or give it x.float() in a forward program"
+        fix = "Put a torch.nn.Embedding before this layer, or convert its input with x.float() in a forward program"
     elif wanted is torch.float32:
-        fix = f"Give it float32: the layer or operation before it makes {dtype_name(other)}"
+        fix = f"Change the layer or operation before this layer, which returns {dtype_name(other)}"
     else:
-        fix = f"Leave dtype out, or give it x.to({dtype_name(wanted)}) in a forward program"
+        fix = f"Leave dtype out, or convert the input with x.to({dtype_name(wanted)}) in a forward program"
     return Demand(expected=expected, fix=fix, parameters=("dtype",))
 
 
@@ -232,7 +234,7 @@ def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
     inputs = _inputs(module)
     value = call.inputs[0] if call.inputs else None
     if inputs and isinstance(value, list | tuple | dict):
-        fix = "Give it one of them by a forward program, such as `outputs, state = recurrent(x)`"
+        fix = "Select one of the tensors in a forward program, such as `outputs, state = recurrent(x)`"
         return Demand(expected=f"one tensor, {_text(inputs[0], module)}", fix=fix)
     if not isinstance(value, Tensor):
         return None
@@ -250,7 +252,7 @@ def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | Non
     if not axes or value.dim() == axes + 2 or is_row or is_sample:
         return None
     other = _class_of(module).__name__.replace(f"{axes}d", f"{value.dim() - 2}d")
-    fix = f"Use torch.nn.{other}" if hasattr(nn, other) else "Give the input these axes first, with torch.nn.Unflatten"
+    fix = f"Use torch.nn.{other}" if hasattr(nn, other) else "Add the missing axes with torch.nn.Unflatten"
     return Demand(expected=_text(first, module), fix=fix, parameters=("_target_",))
 
 
@@ -280,7 +282,7 @@ def _general_demand(module: nn.Module, error: BaseException) -> Demand:
     places = {name: re.search(rf"\b{word}\b", message, re.IGNORECASE) for name, word in words.items()}
     names = [name for _, name in sorted((found.start(), name) for name, found in places.items() if found is not None)]
     values = [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
-    expected = f"an input that fits {among(values)}" if values else "an input that it takes"
+    expected = f"an input that matches {among(values)}" if values else "an input that the layer accepts"
     return Demand(expected=expected, parameters=tuple(names))
 
 
@@ -308,10 +310,10 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
     if refused is not None and refused.sources:
         # The name of an operator has underscores, such as __add__.
         name = getattr(refused.function, "__name__", "the operation").strip("_")
-        given = f"{name} is given {', '.join(map(_describe_given, refused.sources))}: "
+        given = f"{name} gets {', '.join(map(_describe_given, refused.sources))}: "
     expected = "an assertion that holds" if isinstance(error, AssertionError) else "operands of matching shapes"
     if _is_of_dtypes(error):
-        expected = "operands of dtypes that the operation accepts together, such as floats"
+        expected = "operands of matching dtypes, such as floats"
     got = f"`{shown.strip()}`: {given}{_first_line(error)}"
     return ErrorDetails(f"{key}.forward", got, expected, at=(line, column))
 

@@ -122,9 +122,9 @@ def _describe_bounds(annotation: object, metadata: Sequence[Any]) -> str:
     if "multiple_of" in bounds:
         words += f", a multiple of {bounds['multiple_of']}"
     if "min_length" in bounds and not text:
-        words += f", {bounds['min_length']} or more of them"
+        words += f" with {bounds['min_length']} or more entries"
     if "max_length" in bounds and not text:
-        words += f", {bounds['max_length']} of them at most"
+        words += f" with at most {bounds['max_length']} entries"
     return words
 
 

@@ -124,7 +124,7 @@ def module_notes(own: OwnTraining) -> Iterator[str]:
     if settings.test and not own.has("test"):
         yield f"the run has no test stage, because {_lacking(own, 'test')}"
     if settings.train and settings.monitor is None and settings.checkpoint.save_best:
-        yield "no best.ckpt is saved, because monitor is null. Name a tag that the module logs: monitor=val/acc mode=max"
+        yield "no best.ckpt is saved, because monitor is null. Name a tag of the module: monitor=val/acc mode=max"
 
 
 def _lacking(own: OwnTraining, stage: Stage) -> str:

@@ -95,9 +95,9 @@ def node_errors(
     elif place == "data" and not has_module and issubclass(target, class_of(DATA_MODULE)):
         yield own_loaders_error(name)
     elif _is_made_of_functions(target):
-        expected = "a class that takes plain values and an optimizer"
-        fix = "Derive a class from it that makes the function in its constructor: docs/training.md"
-        yield unsuitable(f"{key}._target_", name, "which is made of a Python function", expected, fix)
+        expected = "a schedule whose parameters are plain values"
+        fix = "Derive a class that creates the function in its constructor, as docs/training.md shows"
+        yield unsuitable(f"{key}._target_", name, "which needs a Python function", expected, fix)
     else:
         yield from _parameter_errors(key, node, target, slot, allow=allow)
 
@@ -189,13 +189,13 @@ def _unknown_errors(
             near, refused = find_nearest(str(name), known), find_nearest(str(name), slot.refused)
             fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
             if fix is None and slot.pattern == "objective.*" and name in ("weight", "output", "target"):
-                fix = f"Make {key} an exp.objectives.objective.Term with {name} and loss"
+                fix = f"Use an exp.objectives.objective.Term at {key}: it has the parameters {name} and loss"
             value = node[name]
             said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
             if name in REMOVED_PARAMETERS.get(current_target(node["_target_"]), {}):
                 fix = f"Leave {key}.{name} out: this version of exp has no such parameter"
             fix = fix_of_key(f"{key}.{name}", said) or fix
-            expected = f"one of {among(known, word=str(name))}" if known else "no parameter at all"
+            expected = f"one of {among(known, word=str(name))}" if known else "no parameters"
             yield ErrorDetails(f"{key}.{name}", f"no parameter of {node['_target_']}", expected, fix)
 
 
@@ -214,10 +214,10 @@ def _missing_errors(
             fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
         if _inexpressible_parameter(target) == name:
             # Only user code, such as configure_optimizers, can pass this parameter.
-            fix = f"Add _partial_: true below {key}, so that your code calls it with its {name}"
+            fix = f"Add _partial_: true below {key}. Your code then calls the partial object with the {name}"
         is_open = parameter.annotation is EMPTY and parameter.default is EMPTY
         words = "a value" if is_open else describe_type(parameter.annotation, parameter.default)
-        yield missing_value(f"{key}.{name}", f"{words}: {node['_target_']} needs it", fix, got="nothing")
+        yield missing_value(f"{key}.{name}", f"{words}, which {node['_target_']} needs", fix, got="nothing")
 
 
 def _inexpressible_parameter(target: object) -> str | None:
@@ -242,14 +242,17 @@ def _positional_errors(
         where = f"{key}._args_.{index}"
         if index >= len(signature.positional):
             if not signature.rest:
-                names = among(signature.positional) if signature.positional else "none: it takes keyword arguments only"
-                yield ErrorDetails(where, "one argument too many", f"those of {node['_target_']}: {names}")
+                names = among(signature.positional) if signature.positional else "none, only keyword arguments"
+                expected = f"the positional arguments of {node['_target_']}: {names}"
+                yield ErrorDetails(where, "one argument too many", expected)
             continue
         name = signature.positional[index]
         if name in (*slot.filled, *slot.refused, *slot.reserved):
-            yield unsuitable(where, name, "which exp gives", "parameters by name", "Name them")
+            yield unsuitable(
+                where, name, "which exp provides", "no positional arguments", "Pass the other parameters by name"
+            )
         elif name in given:
-            yield unsuitable(where, name, "also given by name", "one value", f"Leave {key}._args_ out")
+            yield unsuitable(where, name, "which is also passed by name", "one value", f"Leave {key}._args_ out")
         elif name in signature.parameters:
             yield from _type_errors(where, value, signature.parameters[name], filled=False)
 

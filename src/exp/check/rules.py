@@ -72,8 +72,8 @@ def something_to_do(values: Values) -> Iterator[ErrorDetails]:
         yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "true for at least one of these keys")
     elif values["train"] is True:
         fixes = {
-            "validate": "Leave it out: each epoch ends with a validation, and report.json has the values of the best epoch",
-            "predict": "Train first. Then python -m exp.predict run=DIR input=FILE output=FILE uses the weights that the run saved",
+            "validate": "Leave it out: a run that trains validates in each epoch",
+            "predict": "Train first, and then run python -m exp.predict run=DIR input=FILE output=FILE",
         }
         for key, fix in fixes.items():
             if values[key] is True:

@@ -84,13 +84,12 @@ def _failure_errors(failure: Failure, spec: DataSpec) -> Iterator[ErrorDetails]:
             yield _program_error(one)
     elif call is not None and network is not None and not has_forward(call.module):
         key = config_key(network, recorder.path_of(network, call.module))
-        fix = "Call its layers one by one in model.forward"
-        because = "which has no forward"
-        yield unsuitable(key, type(call.module).__name__, because, "a layer that computes something", fix)
+        fix = "Call the inner layers one by one in model.forward"
+        yield unsuitable(key, type(call.module).__name__, "which has no forward", "a layer with a forward", fix)
     elif failure.is_undecidable:
         return
     elif call is None or network is None:
-        yield ErrorDetails("model", failure.message, "a model that can be built")
+        yield ErrorDetails("model", failure.message, "a model that exp can build")
     else:
         key = config_key(network, recorder.path_of(network, call.module))
         refused = recorder.refused if recorder.refused is not None and recorder.refused.error is error else None
@@ -117,8 +116,8 @@ def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call)
     if not has_double or not {torch.float64, torch.float32} <= found:
         return None
     place = "data.input_dtype" if list(spec.inputs) == ["input"] else "data.inputs"
-    got = f"float64, and {key}, {type(call.module).__name__}, computes in float32"
-    fix = "Give float32 in the data set or in data.transforms, or write precision=fp64"
+    got = f"float64, and the layer {key} ({type(call.module).__name__}) computes in float32"
+    fix = "Convert the inputs to float32 in the data set or in data.transforms, or write precision=fp64"
     return ErrorDetails(place, got, "float32", fix)
 
 
@@ -144,15 +143,14 @@ def output_errors(
         got, origins = f"the network returns {describe_value(value)}", _returning(network)
         is_known = isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1 + ELEMENTWISE)
         if not isinstance(value, Tensor):
-            fix = (
-                f"Set objective.{name}.output to one of {among(parts)}"
-                if parts
-                else "Return the tensor in it, or derive its class from torch.Tensor"
-            )
-            errors.append(ErrorDetails(f"objective.{name}", got, "one tensor to compare", fix, origins=origins))
+            fix = "Return a tensor from the network, or a mapping of names to tensors"
+            if parts:
+                fix = f"Set objective.{name}.output to one of {among(parts)}"
+            expected = "one tensor for the loss"
+            errors.append(ErrorDetails(f"objective.{name}", got, expected, fix, origins=origins))
         elif is_known and not (value.is_floating_point() or value.is_complex()):
             got = f"{got}, and objective.{name} is a {type(loss).__name__}"
-            fix = "Return the scores, not what is made of them by argmax or a comparison"
+            fix = "Return the scores, not the result of an argmax or a comparison"
             errors.append(ErrorDetails("model", got, "floats", fix, origins=origins))
         elif (error := _width_error(network, value, calls, spec, loss)) is not None:
             errors.append(error)
@@ -184,13 +182,13 @@ def _width_error(
         return None
     got, origins = f"the network returns {describe_value(value)}", _returning(network)
     if value.dim() < 2:
-        return ErrorDetails(config_key(network, ""), got, f"{what}: [B, ..., {wanted}]", origins=origins)
+        return ErrorDetails(config_key(network, ""), got, f"[B, ..., {wanted}], because {what}", origins=origins)
     width = value.shape[1 if isinstance(loss, CLASSES_ON_AXIS_1) else -1]
     if width == wanted:
         return None
-    expected, head = f"{wanted}: {what}", _head(value, calls, width)
+    expected, head = f"{wanted}, because {what}", _head(value, calls, width)
     if head is None:
-        return ErrorDetails("model", f"{got}, {width} wide", expected, origins=origins)
+        return ErrorDetails("model", f"{got}, with {width} values per sample", expected, origins=origins)
     module, size = head
     key = f"{config_key(network, path_of(network, module))}.{size}"
     return ErrorDetails(key, str(width), expected, f"Write {size}: ${{data.num_outputs}}")
@@ -198,11 +196,11 @@ def _width_error(
 
 def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
     """Return the output width that a loss needs, and the reason. The width is None if the loss accepts any width."""
-    classes = "the data has that many classes"
+    classes = "the data has this number of classes"
     if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):
         return spec.num_classes, classes
     if spec.num_classes is None and (loss is None or isinstance(loss, ELEMENTWISE)):
-        return spec.num_outputs, "the data's target has that many numbers"
+        return spec.num_outputs, "a target of the data has this number of values"
     return None, ""
 
 
@@ -238,19 +236,21 @@ def term_errors(objective: Objective, network: nn.Module, spec: DataSpec) -> Ite
         if learning:
             kind = type(term.loss if isinstance(term, Term) else term).__name__
             parts = ", ".join(parameter.removeprefix("loss.") if of_loss else parameter for parameter in learning)
-            fix = "Let the network hold them and return them, or what is made of them, by a name that inputs gives to "
+            fix = (
+                "Move the parameters to the network, return them by a name, and pass this name to the loss with inputs"
+            )
             place = objective.loss_keys[name] if of_loss else key
             other = f"trainable parameters ({parts}), which no optimizer would update"
-            yield not_supported_with(place, kind, other, "a loss without parameters that learn", f"{fix}the loss")
+            yield not_supported_with(place, kind, other, "a loss without trainable parameters", fix)
         for part in (part for part in term.parts if part and part not in known):
-            expected = f"one of {among(known, word=part)}, or '' for the whole"
-            got = f"the part {part!r} of the network, which is not there"
+            expected = f"one of {among(known, word=part)}, or '' for the whole network"
+            got = f"the module {part!r}, which the network does not have"
             yield ErrorDetails(key, got, expected, did_you_mean(part, known))
         own = spec.inputs.get(term.input) if isinstance(term, R1 | JacobianNorm) else None
         if own is not None and "int" in own.dtype:
-            fix = "Let the network return its embedding by a name, and write that name"
-            because = f"which is {own.dtype}: whole numbers have no gradient"
-            yield unsuitable(f"{key}.input", term.input, because, "a value of floating numbers", fix)
+            fix = "Let the network return the embedding of the input by a name, and write this name"
+            because = f"which is {own.dtype}, and integers have no gradient"
+            yield unsuitable(f"{key}.input", term.input, because, "a floating-point value", fix)
 
 
 def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDetails | None:
@@ -275,9 +275,11 @@ def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterato
     # Calls are in the order of their returns, so an inner layer comes before the module that contains it.
     call = next(call for call in trace.calls if _is_once_differentiable(trace, call.output))
     path = Recorder().path_of(trace.network, call.module)
-    expected = "a backward that can be differentiated: this term's value is a gradient"
-    fix = f"Write the backward in torch's functions without the mark, or leave objective.{terms[0]} out"
-    because = f"whose backward is marked once_differentiable, under objective.{terms[0]}"
+    expected = f"a backward that can be differentiated, because objective.{terms[0]} contains a gradient"
+    fix = (
+        f"Write the backward with functions of torch and without once_differentiable, or leave objective.{terms[0]} out"
+    )
+    because = "whose backward is marked once_differentiable"
     yield unsuitable(config_key(trace.network, path), type(call.module).__name__, because, expected, fix)
 
 

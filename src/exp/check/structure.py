@@ -39,9 +39,9 @@ def structure_errors(plain: dict[str, object]) -> list[ErrorDetails]:
     """Return the errors of unknown and missing keys, and of wrong types, words and bounds."""
     absent = [name for name in KNOWN if name not in plain]
     if len(absent) > FORGOTTEN:
-        fix = "A conf/train.yaml replaces the whole train.yaml of exp: copy it, or name yours conf/experiment/NAME.yaml"
+        fix = "Your conf/train.yaml replaces exp's file. Copy its keys, or rename yours to conf/experiment/NAME.yaml"
         got = f"none of {among(absent)}"
-        return [ErrorDetails("config", got, "every key of exp's own train.yaml", fix)]
+        return [ErrorDetails("config", got, "all keys of exp's own train.yaml", fix)]
     return [
         *_mapping_errors("", plain, SCHEMA),
         *_group_errors(plain),
@@ -102,7 +102,7 @@ def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDe
 def _module_fix(name: str) -> str:
     if "." in name:
         return f"Write 'module={{_target_: {name}}}'"
-    return f"Write conf/module/{name}.yaml with its _target_, or write 'module={{_target_: mine.LitNet}}'"
+    return f"Create conf/module/{name}.yaml with a _target_, or write 'module={{_target_: mine.LitNet}}'"
 
 
 def value_error(
@@ -137,7 +137,8 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
     if "text" not in expected or not is_quotable or all(isinstance(entry, str) for entry in entries):
         return None
     texts = ",".join(f'"{entry if isinstance(entry, str) else show(entry)}"' for entry in entries)
-    return f"Quote it, and once more for a shell: '{key}={f'[{texts}]' if isinstance(value, list) else texts}'"
+    quoted = f"[{texts}]" if isinstance(value, list) else texts
+    return f"Quote the text twice, for YAML and for the shell: '{key}={quoted}'"
 
 
 def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
@@ -152,7 +153,7 @@ def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
     near = find_nearest(name, known)
     fix = f"Did you mean {_join(parent, near[0])}?" if near else None
     if not parent and fix is None:
-        fix = f"Put it below vars, and refer to it as ${{vars.{name}}}"
+        fix = f"Move the key below vars, and refer to it as ${{vars.{name}}}"
     return unknown_key(key, known, holder=holder, fix=fix_of_key(key, "VALUE") or fix)
 
 
@@ -194,13 +195,13 @@ def _group_errors(plain: dict[str, object]) -> Iterator[ErrorDetails]:
     for name in COLLECTIONS:
         entries = plain.get(name, UNKNOWN)
         if is_node(entries):
-            below = f"Put it below a name: {name}: {{my_name: {{_target_: ...}}}}"
-            yield ErrorDetails(name, "a node itself", "a mapping of named entries", below)
+            below = f"Give the node a name: {name}: {{my_name: {{_target_: ...}}}}"
+            yield ErrorDetails(name, "a node with a _target_", "a mapping of named entries", below)
         elif isinstance(entries, dict):
             for entry, node in entries.items():
                 yield from _node_errors(f"{name}.{entry}", node)
         elif entries is not UNKNOWN:
-            fix = f"An empty one is {name}=[]" if entries is None else None
+            fix = f"For no entry, write {name}=[]" if entries is None else None
             yield invalid_value(name, entries, "a mapping of named entries", fix)
 
 
@@ -208,13 +209,13 @@ def _node_errors(key: str, node: object) -> Iterator[ErrorDetails]:
     if node is UNKNOWN or is_node(node):
         return
     if node is None and "." in key:
-        yield missing_value(key, "a node with a _target_", f"To leave it out, write '~{key}'")
+        yield missing_value(key, "a node with a _target_", f"To remove the entry, write '~{key}'")
     elif isinstance(node, dict):
         near = find_nearest("_target_", [str(name) for name in node])
         fix = f"{key}.{near[0]} should be {key}._target_" if near else fix_of_key(key, "VALUE")
         yield ErrorDetails(key, "a mapping without a _target_", "a _target_: the name of a class", fix)
     else:
-        fix = f"To choose an option of a group, write {key}={node} on the command line or in a defaults list"
+        fix = f"To select an option of a config group, write {key}={node} on the command line or in a defaults list"
         yield invalid_value(key, node, "a node with a _target_", fix if isinstance(node, str) else None)
 
 
@@ -229,7 +230,7 @@ def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
         for name, default in declared[node].items():
             if name not in (*plain[node], *OPTIONAL):
                 fix = f"Write {node}.{name}={default if isinstance(default, str) else show(default)}"
-                yield missing_value(f"{node}.{name}", "a value, because exp reads this key", fix, got="no such key")
+                yield missing_value(f"{node}.{name}", "a value, which exp needs", fix, got="no such key")
 
 
 # Patterns of VALUES by their first part, because a config has hundreds of keys that match no pattern.
@@ -267,7 +268,7 @@ def _layer_errors(key: str, value: object) -> Iterator[ErrorDetails]:
         for index, layer in enumerate(value):
             yield from _layer_errors(f"{key}.{index}", layer)
     elif not isinstance(value, dict):
-        fix = f"To leave it out, write '~{key}'" if value is None else None
+        fix = f"To remove the layer, write '~{key}'" if value is None else None
         yield invalid_value(key, value, "a layer: a node with a _target_", fix)
     elif value.keys() & {"repeat", "layer"}:
         yield from _repeat_errors(key, value)
@@ -296,8 +297,8 @@ def _count_errors(model: object) -> Iterator[ErrorDetails]:
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
     # Report the innermost repeat that makes too many layers without the outer repeats.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
-    because = f"which makes {_count(model):,} layers together with other repeats"
-    yield unsuitable(f"{key}.repeat", value["repeat"], because, f"{MAX_LAYERS:,} layers at most in all")
+    because = f"which leads to {_count(model):,} layers in the model"
+    yield unsuitable(f"{key}.repeat", value["repeat"], because, f"a model with at most {MAX_LAYERS:,} layers")
 
 
 def _count(value: object) -> int:

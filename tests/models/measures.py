@@ -72,7 +72,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 REASONS = {
     "a tensor of shape": "it gives a matrix",
     "of twice as many samples": "it gives more numbers the more samples there are",
-    "a batch without a group": "a batch without a group is counted under other groups",
+    "a batch without a group": "counts samples under wrong groups",
 }
 SCORES = {"Binary": nn.BCEWithLogitsLoss, "Multiclass": CrossEntropy, "Multilabel": nn.BCEWithLogitsLoss}
 

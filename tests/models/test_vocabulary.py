@@ -124,4 +124,4 @@ def test_a_shape_that_depends_on_numbers_is_left_to_the_run() -> None:
         network_factory=lambda: ModuleDictModel(layers={}, forward="return masked_select(x, x > 0)"), spec=spec
     )
     assert shape_errors(found, spec) == []
-    assert "the model's shapes were not checked" in found.notes[0]
+    assert "the shapes of the model were not checked" in found.notes[0]

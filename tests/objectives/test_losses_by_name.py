@@ -90,7 +90,7 @@ def test_ranks_with_uneven_shares_equal_one_process(ranks) -> None:
         ("GaussianNLLLoss", "{input: mean, target: target, var: varianze}", "inputs.var", "Did you mean variance?"),
         ("TripletMarginLoss", "{anchor: anchor, positive: like}", "inputs", "missing a required argument: 'negative'"),
         ("GaussianNLLLoss", "{input: score, target: target, var: variance}", "", "both must have one shape"),
-        ("CosineEmbeddingLoss", "{input1: anchor, input2: mean, target: side}", "", "refuses"),
+        ("CosineEmbeddingLoss", "{input1: anchor, input2: mean, target: side}", "", "rejects"),
         ("MSELoss", "{}", "inputs", "{}; expected a name of a value for each parameter"),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def test_wrong_first_samples_are_errors_before_the_run(overrides, key, words):
 
 def test_an_input_that_is_not_finite_is_noted():
     (note,) = refuse_other_data(plan(resolve(composed(*row(input="missing")))))
-    assert "sample 2 of train has an input that is not finite" in note
+    assert "sample 2 of train has a value that is not finite in input" in note
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def errors(*overrides):
         (["train=false"], "resume", ["another model", "model=lenet"]),
         (["model=lenet", "optimizer.lr=0.1"], "resume", ["optimizer.lr was 0.003 and is 0.1"]),
         (["model=lenet", "optimizer=sgd"], "resume", ["another optimizer"]),
-        (["model=lenet", "trainer.max_epochs=1"], "trainer.max_epochs", ["2 epochs"]),
+        (["model=lenet", "trainer.max_epochs=1"], "trainer.max_epochs", ["at least 2"]),
         (["model=lenet", "optimizer.weight_decay=0.1"], "resume", ["optimizer.weight_decay was 0.01 and is 0.1"]),
     ],
 )
@@ -142,6 +142,6 @@ def test_a_checkpoint_of_an_earlier_format_is_read(finished, manifest):
 
 def test_weights_alone_cannot_be_resumed():
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, "weights.ckpt")
-    message = "weights.ckpt, which holds state_dict and no pytorch-lightning_version; expected a last.ckpt or best.ckpt"
+    message = "weights.ckpt, which contains state_dict, but no pytorch-lightning_version; expected an unchanged"
     for train in ("true", "false"):
         assert message in errors("resume=weights.ckpt", f"train={train}")["resume"]

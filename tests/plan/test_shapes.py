@@ -52,7 +52,7 @@ def test_a_model_fits_the_digits(name: str, build_model: Callable) -> None:
         ),
         (
             ("transformer", "model.constants.heads=7"),
-            "model.layers.blocks.layer.forward: line 2, column 12: `part(y).unflatten(2, [heads, -1])`: unflatten gets ",
+            "model.layers.blocks.layer.forward: line 2, column 12: `part(y).unflatten(2, [heads, -1])`: unflatten ge",
         ),
         (
             ("shared", "model.layers.linears.repeat=1", "model.forward='return head(linears[1](stem(flatten(x))))'"),

@@ -74,7 +74,7 @@ def assert_equal_weights(one, other):
 
 def test_auto_resumes_the_newest_whole_checkpoint_of_its_name(caplog):
     first = fit("resume=auto", "trainer.max_epochs=1")
-    assert "no checkpoint of train below" in caplog.text
+    assert "found no checkpoint of train below" in caplog.text
     fit("name=other", "trainer.max_epochs=2")
     second = fit("resume=auto", "trainer.max_epochs=3")
     assert f"resumes from {first}/checkpoints/last.ckpt" in caplog.text
@@ -82,7 +82,7 @@ def test_auto_resumes_the_newest_whole_checkpoint_of_its_name(caplog):
     for path in (second / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
     third = fit("resume=auto")
-    assert f"skipped for the checkpoint before: {second}/checkpoints/last.ckpt is damaged" in caplog.text
+    assert f"uses the previous checkpoint, because {second}/checkpoints/last.ckpt is damaged" in caplog.text
     assert_equal_weights(third, fit("seed=0"))
 
 

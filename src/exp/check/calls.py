@@ -44,9 +44,11 @@ def call_error(
     if inputs is None:
         parameters = signature.parameters.values()
         needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-        expected = f"a {what} that is called with ({', '.join(given)})"
-        fix = node and f"Name a value for each: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
-        return unsuitable(key, name, f"which takes ({', '.join(known)})", expected, fix)
+        expected = f"a {what} with the parameters ({', '.join(given)})"
+        fix = (
+            node and f"Name a value for each parameter: {node}.inputs={{{', '.join(f'{one}: ...' for one in needed)}}}"
+        )
+        return unsuitable(key, name, f"which has the parameters ({', '.join(known)})", expected, fix)
     unknown = next((one for one in named if one not in known), None)
     if unknown is None:
         expected = f"a value for each of {', '.join(known)}"

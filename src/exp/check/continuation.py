@@ -119,7 +119,7 @@ def examine_resume(
     saved = _saved_config(checkpoint.get(CONFIG))
     damage = _damage(checkpoint, saved)
     if saved is None or damage:
-        expected = "a last.ckpt or best.ckpt of exp, as it was written"
+        expected = "an unchanged last.ckpt or best.ckpt of exp"
         return Resuming(errors=(unsuitable("resume", path, damage, expected),))
     # Add defaults, because a checkpoint of an earlier version of exp lacks these nodes.
     before, now = (_whole(as_before({**NOTHING, **one})) for one in (saved, config))
@@ -133,14 +133,14 @@ def examine_resume(
     if network is not None and not errors:
         errors += _other_weights(checkpoint["state_dict"], network, path, prefix=prefix)
     told = _differences(_leaves(before, ""), _leaves(now, ""), NUMERIC) if now["train"] else ""
-    notes = (f"{path}: {told}. The run resumes from the same position, but its losses may differ",)
+    notes = (f"{path}: {told}. The run resumes from the saved position, but its losses may differ",)
     return Resuming(errors=tuple(dict.fromkeys(errors)), notes=notes if told else ())
 
 
 def _damage(checkpoint: Mapping[str, object], saved: object) -> str:
     """Return the reason why no run can resume from a checkpoint. Return "" if its entries are complete."""
     if LIGHTNING not in checkpoint:
-        return f"which holds {among(checkpoint)} and no {LIGHTNING}"
+        return f"which contains {among(checkpoint)}, but no {LIGHTNING}"
     wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
     wrong += [] if saved is not None else [CONFIG]
     return f"whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}" if wrong else ""
@@ -150,7 +150,7 @@ def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
     """Yield the error of a checkpoint that a newer release of Lightning wrote."""
     found, own = RELEASE.match(written), RELEASE.match(lightning.__version__)
     if found and own and tuple(map(int, found.groups())) > tuple(map(int, own.groups())):
-        expected = f"one of Lightning {lightning.__version__}, which is installed, or older"
+        expected = f"a checkpoint of the installed Lightning {lightning.__version__} or an older release"
         fix = f"Install lightning=={written}"
         yield unsuitable("resume", path, f"written with Lightning {written}", expected, fix)
 
@@ -181,8 +181,9 @@ def _other_weights(
         name = other[0]
         has = str(list(weights[name].shape)) if name in weights else "missing"
         because = f"where {name} is {has}" + (f", and {len(other) - 1} more differ" if other[1:] else "")
-        expected = f"weights of this network, which has {list(own[name].shape)} there"
-        yield unsuitable("resume", path, because, expected, "The network's class or the file has changed since")
+        expected = f"weights of this network, where {name} has the shape {list(own[name].shape)}"
+        fix = "The class of the network or the file has changed since the checkpoint was saved. Undo this change"
+        yield unsuitable("resume", path, because, expected, fix)
 
 
 def _other_values(
@@ -204,10 +205,12 @@ def _other_values(
     """
     told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
     if told:
-        directory, fix = path.absolute().parent.parent, "Repeat the overrides of that run"
+        directory, fix = path.absolute().parent.parent, "Use the same overrides as that run"
         if (directory / "overrides.yaml").is_file():
-            fix = f"That run was started with: {' '.join(read_overrides(directory)) or '(no overrides)'}"
-        expected = f"the {node} that it was trained with, whose state it holds"
+            fix = (
+                f"The run of the checkpoint was started with: {' '.join(read_overrides(directory)) or '(no overrides)'}"
+            )
+        expected = f"the {node} of the run that saved the checkpoint"
         yield unsuitable("resume", path, f"a checkpoint of another {node}: {told}", expected, fix)
 
 
@@ -232,8 +235,8 @@ def _other_positions(
     """Yield the errors of too few epochs, and of other batches if the checkpoint is in the middle of an epoch."""
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
-        fix = f"It counts the whole run: trainer.max_epochs={done + most} does {most} more"
-        expected = f"at least the {done} epochs that the checkpoint has done"
+        fix = f"The key counts all epochs of the run: trainer.max_epochs={done + most} trains {most} more epochs"
+        expected = f"at least {done}, the completed epochs of the checkpoint"
         yield invalid_value("trainer.max_epochs", most, expected, fix)
     if not position["batch"]:
         return
@@ -242,8 +245,8 @@ def _other_positions(
     told = _differences(saved, now, ("data",) if brings_data(config) else BATCHES)
     if told:
         because = f"a checkpoint within epoch {done}, with other batches: {told}"
-        fix = "Only a checkpoint of an epoch's end resumes with other batches"
-        yield unsuitable("resume", path, because, "the batches that the epoch began with", fix)
+        fix = "Restore these values, or resume from a checkpoint of the end of an epoch"
+        yield unsuitable("resume", path, because, "the same batches until the end of the epoch", fix)
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, object]:

@@ -58,7 +58,7 @@ def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...
         errors = [one for one in error.errors if not f"{one.key}.".startswith(DATA_SETS)]
         if errors:
             return errors, ()
-        return [], (f"the data was not compared with what the config declares of it: {error.errors[0]}",)
+        return [], (f"the data was not compared with the config: {error.errors[0]}",)
 
 
 def refuse_other_data(decided: Plan) -> tuple[str, ...]:
@@ -134,8 +134,8 @@ def _batch_errors(
     for name, value in inputs_in(batch).items():
         if (place := _not_finite(value)) is not None:
             notes.append(
-                f"sample {place} of {stage} has an {name} that is not finite: unless the network removes it, the loss "
-                "is nan. Replace it in the data set or in data.transforms"
+                f"sample {place} of {stage} has a value that is not finite in {name}, so that the loss may be nan. "
+                "Replace this value in the data set or in data.transforms"
             )
     for forward, part in objectives_by_forward(decided.phases, decided.objective).items():
         trace = decided.shapes.traces.get(forward)
@@ -185,8 +185,8 @@ def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
         got = f"{show(wanted)}, which neither network nor batch gives"
         expected, fix = f"one of {among(sorted(known), word=wanted)}", did_you_mean(wanted, known)
         if is_twofold:
-            got, expected = f"{show(wanted)}, which both network and batch give", "a name that one of them gives"
-            fix = "Give it another name in what the network returns, or in the data set"
+            got = f"{show(wanted)}, which both network and batch give"
+            expected, fix = "a name with one meaning", "Rename the network's output or the data set's entry"
         yield ErrorDetails(key, got, expected, fix, subject=wanted)
 
 
@@ -237,7 +237,7 @@ def _term_errors(
             continue
         if not _is_batched(trace, term.names.values()):
             continue
-        key, expected = objective.loss_keys[name], "targets that it takes"
+        key, expected = objective.loss_keys[name], "targets that the loss accepts"
         try:
             with torch.no_grad():
                 term(values)
@@ -248,7 +248,7 @@ def _term_errors(
             yield ErrorDetails(key=key, got=f"in the first samples of {stage}: {error}", expected=expected)
         except REFUSALS as error:
             shown, fix = _describe_values(values, term)
-            got = f"{type(term.loss).__name__} refuses the targets of {stage}, {shown}: {one_line(error)}"
+            got = f"{type(term.loss).__name__} rejects the targets of {stage} ({shown}): {one_line(error)}"
             yield ErrorDetails(key=key, got=got, expected=expected, fix=fix)
 
 
@@ -257,10 +257,11 @@ def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: S
     if target.is_floating_point() and (place := _not_finite(target)) is not None:
         got = f"sample {place} of {stage} has a target that is not finite"
         expected = f"finite targets for {loss}"
-        yield ErrorDetails(key=key, got=got, expected=expected, fix="Correct it, or leave the sample out")
+        fix = "Correct the target, or remove the sample from the data set"
+        yield ErrorDetails(key=key, got=got, expected=expected, fix=fix)
     elif isinstance(term.loss, ANSWERS) and (place := _first((target < 0) | (target > 1))) is not None:
         sample = target[place]
-        fix = "Answers are 0 for no and 1 for yes, or a probability; for class numbers write objective=[cross_entropy]"
+        fix = "Use targets of 0, 1 or a probability. For class numbers write objective=[cross_entropy]"
         because = f"and sample {place} of {stage} has the target {float(sample[(sample < 0) | (sample > 1)][0]):g}"
         yield unsuitable(key, loss, because, "targets from 0 to 1", fix)
 

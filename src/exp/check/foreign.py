@@ -52,7 +52,7 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
         **dict.fromkeys(("initial_accumulator_value", "tolerance_grad", "tolerance_change"), Ge(0)),
         **dict.fromkeys(("betas", "momentum", "alpha", "rho"), _BELOW_1),
         **dict.fromkeys(("history_size", "max_iter", "ns_steps"), Ge(1)),
-        "differentiable": Annotated[bool, "false: no run differentiates through a step", Predicate(operator.not_)],
+        "differentiable": Annotated[bool, "false, because exp never differentiates a step", Predicate(operator.not_)],
         "dampening": _SHARE,
     },
     "torch.optim.lr_scheduler.LRScheduler": {
@@ -68,7 +68,9 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torchmetrics.metric.Metric": {
         "average": Literal["micro", "macro", "weighted", "none"] | None,
         "multioutput": Literal["uniform_average", "variance_weighted", "raw_values"],
-        "sync_on_compute": Annotated[bool, "true: otherwise each rank has another value", Predicate(operator.truth)],
+        "sync_on_compute": Annotated[
+            bool, "true, because each rank has another value otherwise", Predicate(operator.truth)
+        ],
         "top_k": Ge(1),
     },
     "lightning.pytorch.trainer.trainer.Trainer": dict.fromkeys(

@@ -70,7 +70,7 @@ class MetaForward:
         """A note with the reason if shapes were not checked because the network needs numbers. Otherwise empty."""
         if self.failure is None or not self.failure.is_undecidable:
             return ()
-        return (f"the model's shapes were not checked: {self.failure.message}",)
+        return (f"the shapes of the model were not checked: {self.failure.message}",)
 
     @property
     def parameters(self) -> int | None:
@@ -163,9 +163,9 @@ def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor])
     # If the data has a single input, it is passed by position, so its name need not match.
     if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
-    got = f"{among(inputs)}, and the forward of {type(network).__name__} takes {', '.join(needed)}"
+    got = f"{among(inputs)}, and the forward of {type(network).__name__} has the parameters {', '.join(needed)}"
     expected = f"an input named {' and one named '.join(missing)}"
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
-    fix = "Give samples as mappings with these names, or name a tuple's values in data.inputs. Entries that a batch "
-    fix += "transform adds reach losses and metrics only"
+    fix = "Return samples as mappings with these names, or name the values of a tuple in data.inputs. Entries that a "
+    fix += "batch transform adds are available to losses and metrics only"
     raise config_error("data.inputs", got=got, expected=expected, fix=close or fix)

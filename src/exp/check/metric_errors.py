@@ -81,8 +81,8 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
     """Return the error of a metric that no run supports, or that needs a tensor but gets a container of several."""
     kind = type(measure.metric).__name__
     if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
-        because = "in which a batch without a group is counted under other groups (torchmetrics 1.9)"
-        return unsuitable(measure.key, kind, because, "a metric of your own that adds up by group number")
+        because = "which counts samples under wrong groups if a batch lacks a group (torchmetrics 1.9)"
+        return unsuitable(measure.key, kind, because, "a metric of your own that sums by group number")
     parts = [type(part).__module__ for _, part in measure.parts if not isinstance(part, WrapperMetric)]
     place = next((place for place, name in measure.names.items() if name == "output"), None)
     value = measure.read(values).get("output")
@@ -91,7 +91,7 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
     names = named_parts(value)
     fix = f"Write one of {among(names)}" if names else None
     got = f"the network returns {describe_value(value)}"
-    return ErrorDetails(f"{measure.key}.{place}", got, "one tensor to compare", fix)
+    return ErrorDetails(f"{measure.key}.{place}", got, "one tensor for the metric", fix)
 
 
 def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
@@ -120,7 +120,9 @@ def _label_error(called: Measure) -> ErrorDetails | None:
             count = len(part.metric.compute())
             if len(part.labels) != count:
                 key = ".".join([called.key, *(["metrics", path] if path else []), "labels"])
-                return ErrorDetails(key=key, got=f"{len(part.labels)} labels", expected=f"{count}, one for each number")
+                return ErrorDetails(
+                    key=key, got=f"{len(part.labels)} labels", expected=f"{count} labels, one for each value"
+                )
     return None
 
 
@@ -131,10 +133,10 @@ def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | No
         names = [[name for name, _ in entries_of(value)] for value in found]
         if all(one == names[0] for one in names):
             return None
-        got = f"{kind}, which gives {len(names[0])} numbers, and {len(names[1])} of twice as many samples"
+        got = f"{kind}, which returns {len(names[0])} values, but {len(names[1])} values for twice as many samples"
     except EntryError as error:
-        got = f"{kind}, which gives {error}"
-    fix = "Write average=macro, reduction=mean or multidim_average=global, if it has one of them"
+        got = f"{kind}, which returns {error}"
+    fix = "If the metric has such a parameter, set average=macro, reduction=mean or multidim_average=global"
     return ErrorDetails(measure.key, got, ENTRIES, fix)
 
 
@@ -147,7 +149,7 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
         stage: Stage of the samples.
         error: Error of the update. Its cause is the exception of the library, if there is one.
     """
-    expected = "outputs and targets that it takes"
+    expected = "outputs and targets that the metric accepts"
     if error.__cause__ is None:
         return ErrorDetails(measure.key, f"in the first samples of {stage}: {error}", expected)
     kind, read = type(measure.metric).__name__, measure.read(values)
@@ -157,10 +159,10 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
             held = getattr(measure.metric, size, None)
             if isinstance(held, int) and output.dim() == target.dim() + 1 and held != output.shape[1]:
                 width = output.shape[1]
-                because = f"and the network gives {width} for each sample"
+                because = f"and the network returns {width} values for each sample"
                 return unsuitable(f"{measure.key}.{size}", held, because, str(width), f"Write {size}: {width}")
     shown = ", ".join(f"{name} {describe_value(value)}" for name, value in read.items())
-    got = f"{kind} refuses the first samples of {stage}, {shown}: {one_line(error.__cause__)}"
+    got = f"{kind} rejects the first samples of {stage} ({shown}): {one_line(error.__cause__)}"
     return ErrorDetails(measure.key, got, expected)
 
 
@@ -224,6 +226,6 @@ def monitor_errors(
         tags = [entry_tag(name, stage, entry) for entry in entries[name]]
         if monitor not in tags:
             is_whole = monitor == entry_tag(name, stage, "")
-            got = show(monitor) + (f", which gives {len(tags)} numbers" if is_whole else "")
+            got = show(monitor) + (f", a metric with {len(tags)} values" if is_whole else "")
             fix = None if is_whole else did_you_mean(monitor, tags)
             yield ErrorDetails(key, got, f"a tag of this run: {among(tags, word=monitor)}", fix)

@@ -23,7 +23,7 @@ from exp.spelling import show
 
 # Largest number of schedule steps that are simulated.
 MOST = 2_000
-EXPECTED = "a value with which the schedule lasts through the run and no rate is below 0"
+EXPECTED = "a value for which the schedule covers the whole run and no learning rate is below 0"
 
 
 def step_errors(
@@ -42,9 +42,9 @@ def step_errors(
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
     if all(callable(getattr(kind, word, None)) for word in ("train", "eval")):
-        expected = "an optimizer that trains the weights that are validated and saved"
-        fix = "optimizer=adamw with callbacks=[ema] validates and saves an average, too"
-        because = "which keeps two sets of weights and needs calls of train() and eval()"
+        expected = "an optimizer with a single set of weights"
+        fix = "Write optimizer=adamw callbacks=[ema] to validate and save an average of the weights"
+        because = "which has two sets of weights and needs calls of train() and eval() to exchange them"
         yield unsuitable(place, kind.__name__, because, expected, fix)
         return
     if isinstance(optimizer, LBFGS):
@@ -57,10 +57,10 @@ def step_errors(
         gradient = _sparse(shape) if is_sparse else torch.ones(shape)
         trouble = _trouble(optimization.optimizer_factory, gradient, has_closure=has_closure)
         if trouble is not None:
-            gradients = "sparse gradients, of layers with sparse=true" if is_sparse else "gradients"
-            expected = "an optimizer that steps by the gradients of one forward and one backward"
-            fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Such as optimizer=adamw"
-            because = f"which refused a step by this network's {gradients} ({trouble})"
+            gradients = "sparse gradients (of layers with sparse=true)" if is_sparse else "gradients"
+            expected = "an optimizer that can make a step with the gradients of one backward"
+            fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Write optimizer=adamw"
+            because = f"which cannot make a step with the {gradients} of this network ({trouble})"
             yield unsuitable(place, kind.__name__, because, expected, fix)
             return
 
@@ -87,7 +87,7 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
         return f"{type(error).__name__}: {message_of(error)}"
     if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
         return None
-    return "it reads gradients before it calls the closure, when they are those of the step before"
+    return "it reads gradients before it calls the closure, so that it uses those of the previous step"
 
 
 def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
@@ -155,7 +155,7 @@ def rate_errors(
     guilty = find_rejected_parameter(take_step, factory, accepts=lambda told: told is None)
     place = key if guilty is None else f"{key}.{guilty}"
     value = factory.func.__name__ if guilty is None else show(factory.keywords[guilty])
-    yield unsuitable(place, value, f"with which {trouble}", EXPECTED)
+    yield unsuitable(place, value, f"and {trouble}", EXPECTED)
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:
@@ -164,14 +164,14 @@ def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: in
     If the number of steps is unknown, only the first three steps are simulated.
     """
     if isinstance(schedule, OneCycleLR) and length is not None and schedule.total_steps < length:
-        return f"it ends after {schedule.total_steps} steps, and the run has {length}"
+        return f"the schedule ends after {schedule.total_steps} steps, and the run has {length}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hide the warning that the schedule steps before its optimizer
         for step in range(1, min(MOST, length or 3)):
             try:
                 schedule.step(1.0) if isinstance(schedule, ReduceLROnPlateau) else schedule.step()
             except REFUSALS as error:
-                return f"step {step} ends with {type(error).__name__}: {error}"
+                return f"step {step} of the schedule raises {type(error).__name__}: {error}"
             rates = [float(group["lr"]) for group in optimizer.param_groups]
             wrong = [rate for rate in rates if not math.isfinite(rate) or rate < 0]
             if wrong:

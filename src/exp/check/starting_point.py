@@ -52,14 +52,15 @@ def find_start(config: DictConfig) -> Found:
     key = "runtime.autoresume" if is_again else "resume"
     if COMPOSITION not in config:
         got = f"{'true' if is_again else 'auto'}, in a config that exp.compose did not make"
-        expected = "the path of a checkpoint, because this config has no run directory to search next to"
-        raise config_error(key, got=got, expected=expected, fix="Compose it with exp.compose(overrides)")
+        expected = "the path of a checkpoint, because this config has no run directory where exp could search"
+        raise config_error(key, got=got, expected=expected, fix="Make the config with exp.compose(overrides)")
     composition = config[COMPOSITION]
     directory = Path(composition.directory).absolute()
     root = root_of(directory, str(config.name))
     if directory.is_relative_to(root / "sweeps"):
         got = "true, in a sweep" if is_again else "auto, in a sweep"
-        raise config_error(key, got=got, expected="a single run: jobs would resume from each other")
+        expected = "a single run, because jobs of a sweep would resume from each other"
+        raise config_error(key, got=got, expected=expected)
     runs = _runs(root)
     notes: list[str] = []
     if is_again:
@@ -68,14 +69,14 @@ def find_start(config: DictConfig) -> Found:
             return Found(path=found, notes=tuple(notes))
         if config.resume != AUTO:
             what = "from the beginning" if config.resume is None else f"from {config.resume}"
-            notes.append(f"runtime.autoresume: no run of this command is unfinished below {root}: starts {what}")
+            notes.append(f"runtime.autoresume: found no unfinished run of this command below {root}, and starts {what}")
             start = None if config.resume is None else Path(config.resume)
             return Found(path=start, notes=tuple(notes))
     alive = [run for run in runs if is_locked(run / "config.yaml")]
     notes += [f"resume=auto: skipped {run}, which is still running" for run in alive]
     path = _newest([run for run in runs if run not in alive], notes, name=str(config.name))
     if path is None:
-        notes.append(f"resume=auto: no checkpoint of {config.name} below {root}: starts from the beginning")
+        notes.append(f"resume=auto: found no checkpoint of {config.name} below {root}, and starts from the beginning")
     else:
         notes.append(f"resume=auto: resumes from {path}")
     return Found(path=path, notes=tuple(notes))
@@ -165,7 +166,7 @@ def _whole(path: Path, notes: list[str]) -> State | None:
     try:
         state = read_checkpoint(path)
     except RunError as error:
-        notes.append(f"skipped for the checkpoint before: {error}")
+        notes.append(f"uses the previous checkpoint, because {error}")
         return None
     return state if isinstance(state.get(POSITION), dict) and isinstance(state.get(CONFIG), str) else None
 

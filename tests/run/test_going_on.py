@@ -117,11 +117,11 @@ def test_the_same_command_resumes_its_unfinished_run(sends, caplog):
     fit("trainer.max_epochs=1")  # a run of another command
     with pytest.raises(Interrupted):
         fit(*command)
-    assert "no run of this command is unfinished" in caplog.text
+    assert "found no unfinished run of this command" in caplog.text
     second = fit(*command)
     assert "runtime.autoresume: resumes from" in caplog.text
     third = fit(*command)
-    assert caplog.text.count("no run of this command is unfinished") == 2
+    assert caplog.text.count("found no unfinished run of this command") == 2
     assert_equal_weights(second, third)
 
 
@@ -268,7 +268,7 @@ def test_a_fork_that_does_not_fit_its_parent_is_refused(change, said, capsys):
 def test_a_fork_needs_a_step_of_its_parent_and_trust(capsys):
     whole = fit("trainer.max_epochs=1", "security.allow=[somebody]")
     assert fork.main([f"{whole}@3"]) == 2
-    assert "If you trust it, add 'security.allow=[somebody]' to this command" in capsys.readouterr().err
+    assert "If you trust the packages, add 'security.allow=[somebody]' to this command" in capsys.readouterr().err
     assert fork.main([f"{whole}@9", "security.allow=[]"]) == 2
     assert "RUN@STEP: step 9; expected a step that has a checkpoint: 3" in capsys.readouterr().err
     assert fork.main([f"{whole}@x", "security.allow=[]"]) == 2

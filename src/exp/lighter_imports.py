@@ -1,14 +1,16 @@
 """Delay two slow imports of torchmetrics: scipy.signal and matplotlib.
 
 torchmetrics imports scipy.signal (0.6 s) for audio metrics, and matplotlib (0.4 s) to draw metrics (torchmetrics 1.9,
-two cores). While torchmetrics is imported, stub modules replace the two packages. A stub imports the real package when
-a name is used that the stub does not define, or when a metric is drawn.
+two cores). In the modules of torchmetrics listed in ASKING, stub modules replace the two packages. A stub imports the
+real package when a name is used that the stub does not define, or when a metric is drawn.
 
+If another version of torchmetrics imports the packages in other modules, these imports are not delayed.
 EXP_PLAIN_IMPORTS=1 in the environment disables the stubs. tests/run/test_lighter_imports.py tests them.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
 import importlib
@@ -22,6 +24,15 @@ from types import ModuleType
 from typing import Any
 
 from exp.interpreter_exit import is_program
+
+SIGNAL, MATPLOTLIB = "scipy.signal", "matplotlib"
+# Modules of torchmetrics, each with the slow package that it imports at the top or in a function.
+ASKING: Mapping[str, str] = {
+    "torchmetrics": SIGNAL,
+    "torchmetrics.audio": SIGNAL,
+    "torchmetrics.functional.audio": SIGNAL,
+    "torchmetrics.utilities.plot": MATPLOTLIB,
+}
 
 
 def install() -> None:
@@ -55,20 +66,29 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "torchmetrics":
+        if fullname not in ASKING:
             return None
         found = (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)
         spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, STAND_INS[ASKING[fullname]], ASKING[fullname])
         return spec
 
 
 class _Loader(Loader):
-    """A wrapper of the loader of torchmetrics. While the package is imported, stubs are in sys.modules."""
+    """A wrapper of a module's loader. Imports of a package in the module return stubs.
 
-    def __init__(self, real: Loader) -> None:
-        self._real = real
+    Args:
+        real: Loader of the module.
+        stand_ins: Stubs by module name.
+        package: Name of the package to replace.
+    """
+
+    def __init__(self, real: Loader, stand_ins: Mapping[str, ModuleType], package: str) -> None:
+        self._real, self._stand_ins, self._package = real, stand_ins, package
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
@@ -76,22 +96,26 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._real
-        for package, stubs in STUBS.items():
-            if package not in sys.modules:
-                sys.modules.update({stub.__name__: stub for stub in stubs})
-        try:
-            self._real.exec_module(module)
-        finally:
-            _remove_stubs()
+        # The stubs also replace imports inside functions, because functions use the builtins of their module.
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._import}
+        self._real.exec_module(module)
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        is_stood_in = name in self._stand_ins and f"{name}.".startswith(f"{self._package}.")
+        if not is_stood_in or self._package in sys.modules:
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        # `import a.b` returns a; `import a.b as c` and `from a.b import c` return a.b.
+        return self._stand_ins[name if fromlist else name.partition(".")[0]]
 
 
-def _remove_stubs() -> None:
-    for name, module in tuple(sys.modules.items()):
-        if isinstance(module, _Stub):
-            del sys.modules[name]
-
-
-class _Stub(ModuleType):
+class _StandIn(ModuleType):
     """A stub of a module that defines some names. For any other name, it imports the real module.
 
     Args:
@@ -106,7 +130,6 @@ class _Stub(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _remove_stubs()
         return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -138,11 +161,16 @@ def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Call
     return decorate
 
 
-_AXES = _Stub("matplotlib.axes", Axes=instances_of("matplotlib.axes", "Axes"))
-_PYPLOT = _Stub("matplotlib.pyplot", Figure=object, style=_Stub("matplotlib.style", context=_style))
-_COLORS = _Stub("matplotlib.colors", Colormap=object)
-# Stubs by the package whose import they delay.
-STUBS: Mapping[str, Sequence[ModuleType]] = {
-    "scipy.signal": [_Stub("scipy.signal", hamming=None)],
-    "matplotlib": [_Stub("matplotlib", axes=_AXES, pyplot=_PYPLOT, colors=_COLORS), _AXES, _PYPLOT],
+_SIGNAL = _StandIn(SIGNAL, hamming=None)
+_AXES = _StandIn("matplotlib.axes", Axes=instances_of("matplotlib.axes", "Axes"))
+_PYPLOT = _StandIn("matplotlib.pyplot", Figure=object, style=_StandIn("matplotlib.style", context=_style))
+STAND_INS: Mapping[str, Mapping[str, ModuleType]] = {
+    SIGNAL: {SIGNAL: _SIGNAL, "scipy": _StandIn("scipy", signal=_SIGNAL)},
+    MATPLOTLIB: {
+        MATPLOTLIB: _StandIn(
+            MATPLOTLIB, axes=_AXES, pyplot=_PYPLOT, colors=_StandIn("matplotlib.colors", Colormap=object)
+        ),
+        "matplotlib.axes": _AXES,
+        "matplotlib.pyplot": _PYPLOT,
+    },
 }

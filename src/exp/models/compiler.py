@@ -1,14 +1,15 @@
 """Compilation of a checked forward program to functions.
 
-Python's compiler compiles the syntax tree in a closed namespace.
+Python's own compiler compiles the syntax tree. The compiled code sees only the names that exp adds to its namespace.
 
-A tree is compiled to two functions:
+A syntax tree is compiled to two functions:
 
-- The guarded function limits the size of computations with constants. models/trial.py runs it on stand-ins for layers
-  and tensors.
-- The plain function runs on tensors. It first reads each layer from the table `_modules` of the network, and then runs
-  the program as written. It is as fast as a hand-written forward, which reads `self.linear` with nn.Module.__getattr__.
-  A layer that is replaced, moved or wrapped after the compilation is used.
+- The guarded function limits the size of computations with constants. models/trial.py runs this function on stand-ins
+  for layers and tensors.
+- The plain function runs on tensors. It first reads each layer from the network's table `_modules`, and then runs the
+  program as written. A layer that is replaced, moved or wrapped after the compilation is therefore used.
+
+The plain function is as fast as a hand-written forward, which reads `self.linear` with nn.Module.__getattr__.
 
 The nodes keep their positions in the program, so that tracebacks show the program's lines.
 """
@@ -36,7 +37,7 @@ FILE_PREFIX = "<forward program "
 # The names of functions that the compiler adds. A program cannot contain these names.
 MODE, _LISTED, _TABLE = "network.training", "builtins.list", "network.modules"
 
-# Instead of a module name, for functions that the config defines.
+# Stands for the module name of a function that the config defines.
 GIVEN = "functions"
 
 
@@ -52,14 +53,14 @@ def compile_forward(
 
     Args:
         program: The program.
-        held: The network's layers and parameters, by name in the program, which is also the name in the state dict.
-        layers_as: The value of the name `layers` in the program: "list", or "dict" by name. If a layer is named
-            `layers`, the name means this layer.
-        constants: The values that the config defines for the program.
+        held: The network's layers and parameters. The keys are the names in the program and in the state dict.
+        layers_as: Type of the program's variable `layers`: "list", or "dict" by name. If a layer is named `layers`, the
+            variable is this layer.
+        constants: The constants that the config defines for the program, by name.
         functions: The functions that the config defines for the program, by name.
 
     Raises:
-        ProgramError: The program has an error, which is reported with its line and column.
+        ProgramError: The program has an error. The exception has the line and the column of the error.
     """
     prologue = _prologue(program, held=held, layers_as=layers_as, constants=constants)
     guarded, plain = _Guarded(program), _Plain(program)
@@ -78,7 +79,7 @@ def compile_forward(
 
 
 def mode_of(network: nn.Module) -> bool:
-    """Return the value of the name `training` in a program."""
+    """Return the network's mode, True in training. Programs read it as the variable `training`."""
     return network.training
 
 
@@ -104,7 +105,7 @@ def _register(program: Program) -> str:
 def _prologue(
     program: Program, *, held: Mapping[str, nn.Module | Tensor], layers_as: str, constants: Mapping[str, object]
 ) -> list[ast.stmt]:
-    """Return an assignment for each layer and constant that the program uses."""
+    """Return an assignment statement for each layer and constant that the program uses."""
     found = {name: _read(name, one) for name, one in held.items()}
     values = {**found, **{name: _literal(value) for name, value in constants.items()}}
     every: ast.expr = ast.List(list(found.values()), ast.Load())
@@ -143,7 +144,7 @@ def _load(name: str) -> ast.Name:
 class _Plain(ast.NodeTransformer):
     """Converts the syntax tree of a program to the function that runs on tensors.
 
-    Each function of models/vocabulary.py gets a unique name, and iterators become lists.
+    Functions are called by unique names, such as `torch.relu`. Iterators become lists.
     """
 
     def __init__(self, program: Program) -> None:
@@ -176,7 +177,7 @@ class _Plain(ast.NodeTransformer):
         return self.refer_to(node.id, home, node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        # `x += y` becomes `x = x + y`, so that an input, or a tensor with another name, is not changed in place.
+        # `x += y` becomes `x = x + y`, because `+=` would change the tensor for every variable that refers to it.
         assert isinstance(node.target, ast.Name)
         both = ast.BinOp(ast.copy_location(_load(node.target.id), node.target), node.op, node.value)
         whole = ast.Assign([node.target], ast.copy_location(both, node))
@@ -207,11 +208,17 @@ class _Plain(ast.NodeTransformer):
 class _Guarded(_Plain):
     """Converts the syntax tree of a program to the guarded function.
 
-    Operations of unlimited cost become calls of methods of trial.Trial.
+    Operations whose cost is not limited, such as a power of integers, become calls of methods of trial.Trial.
     """
 
     def guard(self, name: str, node: ast.AST, *operands: ast.expr | str) -> ast.Call:
-        """Return a call of the guard `name` with its converted operands."""
+        """Return the syntax node of a call of a method of trial.Trial.
+
+        Args:
+            name: Name of the method.
+            node: The node that the call replaces.
+            operands: Arguments of the call. Expressions are converted, texts become constants.
+        """
         arguments = [
             self.visit(one) if isinstance(one, ast.expr) else ast.copy_location(ast.Constant(one), node)
             for one in operands
@@ -258,7 +265,12 @@ class _Guarded(_Plain):
 
 
 def _resolve(found: object, given: Mapping[str, Callable[..., object]]) -> object:
-    """Return the function or value that a name of a program means: of torch, of Python, or of the config."""
+    """Return the function or value that a name in a program refers to.
+
+    Args:
+        found: A function's name and module, or a value, which is returned unchanged.
+        given: The functions that the config defines, by name.
+    """
     if not isinstance(found, Listed):
         return found
     if found.home == GIVEN:
@@ -273,7 +285,10 @@ def _reverse(values: Iterable[object]) -> list[object]:
 
 
 def _either(name: str) -> Callable[..., object]:
-    """Return a function that calls torch's function if the first argument is a tensor, and Python's otherwise."""
+    """Return a function that calls torch's function `name` on tensors, and Python's function on other arguments.
+
+    The type of the first argument decides.
+    """
     on_tensors, on_numbers = getattr(torch, name), getattr(builtins, name)
 
     def apply(*args: object, **kwargs: object) -> object:

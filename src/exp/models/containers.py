@@ -1,4 +1,6 @@
-"""The containers of YAML models. Their layers have names, and are called by a forward program or in order.
+"""The containers of YAML models. A container has named layers.
+
+A forward program calls the layers. Without a program, the layers are called in order.
 
 The layers have the same keys in the state dict as in a hand-written module, such as `linears.0.weight`.
 """
@@ -28,8 +30,8 @@ _NOT_CALLABLE = (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 Container = Literal["sequential", "module_list", "module_dict"]
 
 
-# Compiled programs, by the structure of their network. Jobs that are trained together have networks of the same
-# structure. Without this cache, compilation took a fifth of the time that a job needs in addition to its steps.
+# Compiled programs by the structure of their networks. Jobs that are trained together have networks of the same
+# structure. Without this cache, compilation took a fifth of the time that a job needs outside its training steps.
 _FUNCTIONS: dict[tuple[object, ...], FunctionType] = {}
 
 
@@ -43,22 +45,22 @@ def _form_of(entry: tuple[str, nn.Module | torch.Tensor]) -> tuple[object, ...]:
 
 
 class ProgramModel(nn.Module):
-    """Base class of the containers, with layers and a forward program.
+    """Base class of the containers. A container has layers and a forward program.
 
     Args:
-        layers: The layers by name. A layer is a Module, a Parameter, or a list or mapping of these, which becomes a
-            ModuleList, ParameterList, ModuleDict or ParameterDict. A layer may be another container.
-        forward: The forward program (docs/models.md). None calls the layers in order, if the class supports it.
-        container: The container class to use instead of this class. Only for layers that are called in order. None for
-            this class.
+        layers: The layers by name. A layer is a Module, which may be another container, or a Parameter. A list of
+            layers becomes a ModuleList or ParameterList, and a mapping of layers becomes a ModuleDict or ParameterDict.
+        forward: The forward program (docs/models.md). None calls the layers in order, if the class supports this.
+        container: Name of the container class that replaces this class. Only valid without a forward program. Default:
+            None, which keeps this class.
         programs: Additional forward programs by name, with the same layers and inputs. They become methods of the
-            network. A phase may run one instead of `forward` (docs/training.md).
-        inputs: The names of the network's inputs, default x.
-        constants: The values that the program may use by name: numbers, strings, bools, None, and lists of these.
-        functions: The functions that the program may call by name, in addition to torch's listed functions. They return
-            tensors. For a torch.autograd.Function, its `apply` is called.
-        initialisation: A mapping of patterns to schemes; see models/initialisation.py. It is applied once all shapes
-            are known.
+            network. A phase of the training may run one of them instead of `forward` (docs/training.md).
+        inputs: The names of the network's inputs. Default: x.
+        constants: The constants of the program by name: numbers, strings, bools, None, and lists of these.
+        functions: Functions that the program may call by name, in addition to the listed functions of torch. They
+            return tensors. For a torch.autograd.Function, its method `apply` is called.
+        initialisation: Initialization scheme of each pattern of parameters; see models/initialisation.py. Parameters
+            are initialized after all shapes are inferred.
         freeze: Patterns of parameters to freeze; see models/freezing.py.
 
     Raises:
@@ -106,13 +108,13 @@ class ProgramModel(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Return the program's output.
 
-        Each instance overrides this method by a function that has the inputs as parameters.
+        Each instance has an attribute `forward` that overrides this method. Its parameters are the network's inputs.
         """
         return self.__dict__["forward"](*inputs)
 
     @property
     def program(self) -> Program:
-        """The parsed program."""
+        """The parsed program `forward`."""
         return self._program("forward")
 
     @property
@@ -122,12 +124,12 @@ class ProgramModel(nn.Module):
 
     @property
     def reads_training(self) -> bool:
-        """Whether a program reads `training`. If it does, a single forward pass may not run all its branches."""
+        """Whether a program reads `training`. A single forward pass then may not run all branches."""
         return any("training" in program.loaded for program in (self.program, *self.programs.values()))
 
     @property
     def chain(self) -> list[str]:
-        """The paths of the layers that are called in order; empty if the model has a forward program."""
+        """The paths of the layers that are called in order. The list is empty if the model has a forward program."""
         paths = []
         for name in self._layer_names if self._is_folded else ():
             held = getattr(self, name)
@@ -136,14 +138,14 @@ class ProgramModel(nn.Module):
 
     @property
     def constants(self) -> dict[str, object]:
-        """The values that the program may use by name."""
+        """The constants of the program by name."""
         return dict(self._constants)
 
     def rebind(self, constants: Mapping[str, object]) -> None:
         """Change constants of the program.
 
         Args:
-            constants: The new values by name. Constants that are not in this mapping do not change.
+            constants: The new values by name. The other constants do not change.
         """
         self._constants |= {name: _constant(name, value) for name, value in constants.items()}
         self._bind()
@@ -155,7 +157,7 @@ class ProgramModel(nn.Module):
     def apply_options(self) -> None:
         """Initialize and freeze the parameters.
 
-        Later calls change nothing. Must be called after every parameter has its shape.
+        Call this method after every parameter has its shape. Only the first call has an effect.
         """
         if self._options_pending:
             self._options_pending = False
@@ -199,7 +201,11 @@ class ProgramModel(nn.Module):
         return "\n".join([*steps, "return x"])
 
     def _program(self, name: str) -> Program:
-        """Return the parsed program of a name, which is `forward` or a key of `programs`."""
+        """Return a parsed program.
+
+        Args:
+            name: `forward`, or a key of `programs`.
+        """
         is_forward = name == "forward"
         return parse(
             self._text if is_forward else self._programs[name],
@@ -225,8 +231,8 @@ class ProgramModel(nn.Module):
         return _FUNCTIONS[key]
 
     def _bind(self) -> None:
-        # The functions are attributes of the instance, so that a call is as fast as in a hand-written module, and the
-        # signature has the names of the inputs.
+        # The functions are attributes of the instance, because a call is then as fast as in a hand-written module, and
+        # the signature contains the names of the inputs.
         found: list[ProgramError] = []
         programs: list[Program] = []
         for name in ("forward", *self._programs):
@@ -254,15 +260,15 @@ class ProgramModel(nn.Module):
 
 
 class SequentialModel(ProgramModel):
-    """Container whose layers are called in their order, or by a forward program, in which `layers` is a list."""
+    """Container whose layers are called in order, or by a forward program. In the program, `layers` is a list."""
 
 
 class ModuleListModel(ProgramModel):
-    """Container that works like SequentialModel. It is meant for lists of layers that `repeat` creates."""
+    """Container that behaves like SequentialModel, for lists of layers that `repeat` creates."""
 
 
 class ModuleDictModel(ProgramModel):
-    """Container whose layers are called in their order, or by a forward program, in which `layers` is a dict."""
+    """Container whose layers are called in order, or by a forward program. In the program, `layers` is a dict."""
 
     layers_as = "dict"
 
@@ -315,33 +321,37 @@ def _callable(name: str, value: object) -> Callable[..., object]:
 
 
 def with_forward(network: nn.Module, name: str) -> nn.Module:
-    """Return a copy of a network with another program or method as its forward.
+    """Return a copy of a network whose forward is another program or method of the network.
 
-    The copy shares layers, parameters, buffers and hooks with the network. Do not register it in another module,
-    because this module would then have the parameters twice.
+    The copy shares layers, parameters, buffers and hooks with the network. Do not register the copy in another module,
+    because that module would then contain the parameters twice.
+
+    Args:
+        network: The network.
+        name: Name of the program or of the method.
 
     Raises:
-        AttributeError: There is no such program or method.
+        AttributeError: The network has no such program or method.
     """
     method = getattr(network, name)
     view = copy.copy(network)  # shallow: the tables of layers and parameters are the same objects
     view.__dict__["forward"] = method
-    # Otherwise a network compiled by torch.compile would run its compiled forward.
+    # Without this, the copy of a network that torch.compile has compiled would run the compiled forward.
     view.__dict__["_compiled_call_impl"] = None
     view.__dict__["forward_name"] = name
     return view
 
 
 def forward_name(module: nn.Module) -> str | None:
-    """Return the name that was passed to `with_forward`; None for a network that `with_forward` did not return."""
+    """Return the name that was passed to `with_forward`. Return None if `with_forward` did not create the module."""
     name = vars(module).get("forward_name")
     return name if isinstance(name, str) else None
 
 
 def forward_names(network: nn.Module) -> list[str]:
-    """Return the valid names for `with_forward`.
+    """Return the names that `with_forward` accepts.
 
-    The names are the programs of a YAML model, or the public methods of another module.
+    These are the additional programs of a YAML model, or the public methods of any other module.
     """
     if isinstance(network, ProgramModel):
         return list(network.programs)
@@ -357,7 +367,10 @@ def forward_names(network: nn.Module) -> list[str]:
 def config_key(network: nn.Module, path: str) -> str:
     """Return the dotted config key of a submodule.
 
-    Inside a layer that is not a container, the key continues with the path.
+    Args:
+        network: The network.
+        path: Path of the submodule in the network. Inside a layer that is not a container, the path is appended to the
+            layer's key.
     """
     key, module = "model", network
     for name in path.split(".") if path else ():
@@ -372,6 +385,12 @@ def config_key(network: nn.Module, path: str) -> str:
 
 
 def path_of(network: nn.Module, module: nn.Module) -> str:
-    """Return the first path of a submodule in the network. Raise KeyError if the network does not contain it."""
+    """Return the path of a submodule in the network.
+
+    A submodule that is registered several times has several paths. Its first path is returned.
+
+    Raises:
+        KeyError: The network does not contain the submodule.
+    """
     paths: dict[nn.Module, str] = {held: path for path, held in reversed(list(network.named_modules()))}
     return paths[module]

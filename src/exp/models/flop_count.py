@@ -1,8 +1,8 @@
-"""Counting of floating-point operations by operator while a function runs, usually on the meta device.
+"""Counting of the floating-point operations (FLOPs) of each operator while a function runs, usually on the meta device.
 
 `flop_registry` of torch.utils.flop_counter has a formula for each operator packet. A formula receives the operator's
-arguments and `out_val` (torch 2.13, tested). torch's FlopCounterMode is not used: it adds hooks to the graph, which do
-not support gradients with respect to inputs.
+arguments and `out_val`, the operator's result (tested with torch 2.13). FlopCounterMode of torch is not used, because
+its hooks in the graph do not support gradients with respect to inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCount:
-    """The FLOPs of one sample in one optimizer step. A multiplication and an addition count as two.
+    """The FLOPs of one sample in one optimizer step. A multiplication and an addition count as two FLOPs.
 
     Matrix products, convolutions and attention are counted. Elementwise operations are not counted, as in the
     literature (PaLM, arXiv:2204.02311, appendix B).
@@ -32,7 +32,7 @@ class FlopCount:
         forward: The FLOPs of all forward passes in the step, including the objective.
         backward: The FLOPs of all backward passes in the step.
         by_operator: The FLOPs of forward and backward passes, by operator name.
-        is_estimated: Whether the backward pass could not be run, and is estimated as twice the forward pass.
+        is_estimated: Whether `backward` is estimated as twice `forward`, because the backward pass could not run.
     """
 
     forward: float
@@ -46,10 +46,13 @@ class FlopCount:
 
 
 def count_flops(call: Callable[[], T]) -> tuple[T, Counter[str]]:
-    """Return the result of a function, and the FLOPs of the operators that it calls, by name.
+    """Run a function and count the FLOPs of the operators that it calls.
 
     On the meta device, attention runs as plain matrix products. Its backward pass therefore does not repeat the forward
-    pass, as that of a fused kernel does. Recurrent layers also run as matrix products.
+    pass, unlike the backward pass of a fused kernel. Recurrent layers also run as matrix products.
+
+    Returns:
+        The result of the function, and the FLOPs by operator name.
     """
     counter = _Counter()
     with counter:
@@ -72,9 +75,10 @@ class _Counter(TorchDispatchMode):
 
 
 def flops_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
-    """Return the FLOPs of one call of an operator, including fused CPU kernels; 0 for an operator that is not counted.
+    """Return the FLOPs of one call of an operator. The result is 0 for an operator that is not counted.
 
-    For the backward pass of fused attention, the repeated forward pass is not counted, as in `count_flops`.
+    Fused CPU kernels are included. For the backward pass of fused attention, the repeated forward pass is not counted,
+    as in `count_flops`.
     """
     packet = operator.overloadpacket
     if packet in _OWN:
@@ -84,17 +88,17 @@ def flops_of(operator: Any, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object) -> int:
-    """Return the FLOPs of the two matrix products per head: queries by keys, and weights by values."""
+    """Return the FLOPs of the two matrix products of attention: queries by keys, and attention weights by values."""
     return 2 * prod(query.shape) * key.shape[-2] + 2 * prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
 def _recurrent(given: Tensor, of_input: Tensor, of_state: Tensor, *_: object) -> int:
-    """Return the FLOPs of one recurrent layer in one direction: two matrix products per time step.
+    """Return the FLOPs of one recurrent layer in one direction. Each time step has two matrix products.
 
     Args:
         given: The inputs, `[T, B, C]`.
-        of_input: The weights of the inputs.
-        of_state: The weights of the state.
+        of_input: The weight matrix of the inputs.
+        of_state: The weight matrix of the state.
     """
     return 2 * prod(given.shape[:-1]) * (of_input.numel() + of_state.numel())
 
@@ -103,8 +107,8 @@ def _matrix(matrix: Tensor, *_: object) -> int:
     return 2 * matrix.numel()
 
 
-# Operators that torch 2.13 does not count, and CPU operators that run as matrix products on the meta device. A backward
-# pass has two products for each product of the forward pass.
+# Formulas for operators that torch 2.13 does not count, and for CPU operators that run as matrix products on the meta
+# device. A backward pass has two products for each product of the forward pass.
 _OWN: dict[object, Callable[..., int]] = {
     torch.ops.aten.mv: _matrix,
     torch.ops.aten.dot: _matrix,

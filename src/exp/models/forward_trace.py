@@ -1,4 +1,4 @@
-"""Recording of a forward pass of a network, with the inputs and outputs of each module."""
+"""Recording of a forward pass of a network. The record contains the inputs and outputs of each module."""
 
 from __future__ import annotations
 
@@ -17,28 +17,34 @@ from exp.models.containers import path_of
 from exp.models.inference import network_call
 from exp.nested import map_tensors, tensors_in
 
-# Functions that accept some invalid shapes or dims on the meta device, unlike on every other device. The list was made
-# with torch 2.13, from its op_db with one size or dim changed.
+# Functions that accept some invalid shapes or dims on the meta device, although they reject them on every other device.
+# The list was made with torch 2.13: each sample of torch's op_db was called with one size or dim changed.
 UNCHECKED_ON_META = frozenset({
     "argsort", "bucketize", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "diagonal_scatter", "fold",
     "index_add", "index_add_", "index_put", "index_put_", "index_reduce", "index_reduce_", "index_select", "put",
     "put_", "select_scatter", "slice_scatter", "softmax", "softmin", "sort",
 })  # fmt: skip
-# Error messages about dtypes on a CPU. OF_HALF matches those that may not occur on a GPU, which supports more
-# operations in half precision.
+# Error messages about dtypes on a CPU. OF_HALF matches the messages that may not occur on a GPU, because a GPU supports
+# more operations in half precision.
 OF_DTYPES = re.compile(
     r"dtype|scalar type|not implemented for '|complex types|indices must be|used as indices|"
     r"\b(Long|Int|Short|Char|Byte|Bool|Float|Double|Half|BFloat16|Complex\w+)\b"
 )
 OF_HALF = re.compile(r"not implemented for '(Half|BFloat16)'")
-# The maximum size of a call that is repeated on a CPU, as the number of elements in its tensors. It includes an
-# embedding of 50,000 words.
+# The maximum number of elements in the tensors of a call that is repeated on a CPU. A call of an embedding of 50,000
+# words is below this maximum.
 MOST_NUMBERS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a module, with its positional inputs and, once it has returned, its output."""
+    """A call of a module.
+
+    Attributes:
+        module: The module.
+        inputs: The positional arguments.
+        output: The result. None while the call is running.
+    """
 
     module: nn.Module
     inputs: tuple[object, ...]
@@ -47,13 +53,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardTrace:
-    """The record of a forward pass on placeholder inputs, usually on the meta device, which has shapes and dtypes only.
+    """The record of a forward pass on placeholder inputs, usually on the meta device, where tensors have no numbers.
 
     Args:
         network: The network.
-        inputs: The values of the batch by name. The network received those that its forward has as parameters.
+        inputs: The values of the batch by name. The network received the values that its forward has as parameters.
         output: The network's output.
-        calls: The calls of all modules, in the order in which they returned.
+        calls: The calls of all modules, in the order in which the calls returned.
     """
 
     network: nn.Module
@@ -75,11 +81,11 @@ class ForwardTrace:
 
     @property
     def multiply_adds(self) -> Sequence[float]:
-        """The multiply-adds of each call of an operator with parameters, for one sample: parameters times output
-        positions.
+        """The multiply-adds per sample of each call of an operator with parameters.
 
-        The numbers are exact for linear, convolutional and recurrent layers. Each time step of a recurrent layer is a
-        separate element. Products of activations, as in attention, are not included.
+        The number of multiply-adds is the number of parameters times the number of output positions. It is exact for
+        linear, convolutional and recurrent layers. Each time step of a recurrent layer is a separate element. Products
+        of activations, as in attention, are not included.
         """
         samples = len(next(iter(self.inputs.values())))
         return [size / samples for call in self.calls for size in _operators(call)]
@@ -101,12 +107,13 @@ def _operators(call: Call) -> Sequence[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Dtypes of the computations of a run, which determine the errors that a trace reports.
+    """Dtypes of the computations of a run. They determine the errors that a trace reports.
 
     Args:
-        autocast: The dtype of torch.autocast; None (default) for no autocast.
-        mixes: Whether parameters have the same dtypes in the trace and in the run, default true. If the precision
-            converts parameters before the run, errors about different dtypes in one call are not reported.
+        autocast: The dtype of torch.autocast. Default: None, for no autocast.
+        mixes: Whether parameters have the same dtypes in the trace as in the run. If false, calls with several
+            floating-point dtypes are not checked, because the precision converts parameters before the run. Default:
+            true.
     """
 
     autocast: torch.dtype | None = None
@@ -118,11 +125,11 @@ SINGLE = Arithmetic()
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """Call of a torch function that raised an error.
+    """A call of a torch function that raised an error.
 
     Args:
-        error: The error.
-        function: The function.
+        error: The exception.
+        function: The torch function.
         sources: The tensors among the arguments of the call.
     """
 
@@ -132,16 +139,19 @@ class Refused:
 
 
 class Recorder(TorchFunctionMode):
-    """Context that records the calls of all modules, and of the torch functions in them.
+    """Context that records the calls of all modules, and of the torch functions that the modules call.
 
-    Some calls succeed on the meta device, but on no other device. Therefore, a function that receives several dtypes,
-    or a dtype that is not floating-point, is repeated on a CPU. So is a function of UNCHECKED_ON_META. Calls on large
-    tensors are not repeated.
+    Some calls succeed on the meta device, but fail on every other device. These calls are therefore repeated on a CPU:
+
+    - calls with tensors of several dtypes, or of a dtype that is not floating-point;
+    - calls of a function in UNCHECKED_ON_META.
+
+    Calls on large tensors are not repeated.
 
     Attributes:
-        calls: The completed calls of modules, in the order in which they returned.
-        inside: The innermost call that is still running. After an exception, it is the failed call.
-        refused: The last function that raised an error.
+        calls: The completed calls of modules, in the order in which the calls returned.
+        inside: The innermost call that is still running. After an exception, this is the call that failed.
+        refused: The last call of a torch function that raised an error.
 
     Args:
         arithmetic: The dtypes of the run.
@@ -170,17 +180,17 @@ class Recorder(TorchFunctionMode):
     def path_of(self, network: nn.Module, module: nn.Module) -> str:
         """Return the path of a module in the network.
 
-        If the forward pass has created the module, return the path of the innermost module of the network that is
-        running.
+        If the forward pass created the module, the network does not contain it. The path of the innermost module of the
+        network that is running is then returned.
         """
         held = set(network.modules())
         known = [call.module for call in self._stack if call.module in held]
         return path_of(network, module if module in held else known[-1] if known else network)
 
     def trace(self, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-        """Return the record of a forward pass.
+        """Run a forward pass and return its record.
 
-        Must be called inside the context. Exceptions of the forward pass are raised.
+        Call this method inside the context. Exceptions of the forward pass are not caught.
         """
         self.clear()
         output = network_call(network, tuple(inputs))(network, inputs)
@@ -220,7 +230,7 @@ class Recorder(TorchFunctionMode):
     def _repeat_on_cpu(
         self, function: Callable[..., object], arguments: Sequence[object], named: Mapping[str, object]
     ) -> None:
-        """Repeat a call on a CPU with zeros. Raise errors about dtypes, shapes or dims."""
+        """Repeat a call on a CPU with tensors of zeros. Raise the exception if it is about dtypes, shapes or dims."""
         name = getattr(function, "__name__", "")
         question = function, str(map_tensors([arguments, named], lambda one: (one.shape, one.dtype)))
         if question in self._asked or name == "__get__":
@@ -232,7 +242,7 @@ class Recorder(TorchFunctionMode):
             try:
                 function(*map(_on_a_cpu, arguments), **{name: _on_a_cpu(value) for name, value in named.items()})
             except (RuntimeError, TypeError, IndexError, ValueError) as error:
-                # The zeros cause other errors, such as that of a matrix without an inverse.
+                # Other errors are ignored, because zeros may cause them. For example, a matrix of zeros has no inverse.
                 is_certain = name in UNCHECKED_ON_META or OF_DTYPES.search(str(error))
                 if is_certain and not OF_HALF.search(str(error)):
                     raise
@@ -245,7 +255,11 @@ class Recorder(TorchFunctionMode):
 
 
 def _is_repeatable(sources: Sequence[Tensor], name: str, arithmetic: Arithmetic) -> bool:
-    """Return whether a call may fail on other devices than the meta device, and can be repeated on a CPU."""
+    """Return whether to repeat a call on a CPU.
+
+    A call is repeated if it may fail on devices other than the meta device, its tensors are plain meta tensors, and
+    they are small.
+    """
     dtypes = {one.dtype for one in sources}
     floats = {one for one in dtypes if one.is_floating_point or one.is_complex}
     is_of_one = len(dtypes) < 2 and all(one.is_floating_point for one in dtypes)

@@ -22,11 +22,12 @@ UNFREEZE = "freeze.unfreeze"
 
 @dataclass(frozen=True, kw_only=True)
 class Freezing:
-    """The frozen parameters and BatchNorms of a network, with the epochs at which they are unfrozen.
+    """The frozen parameters and BatchNorms of a network, and the epochs at which they are unfrozen.
 
     Args:
-        until: The epoch from which a parameter is trained, by parameter name; NEVER if it is always frozen.
-        norms: The epoch from which a BatchNorm updates its statistics, by path; NEVER if they are always frozen.
+        until: The first epoch in which a frozen parameter is trained, by parameter name. NEVER: it is never trained.
+        norms: The first epoch in which a frozen BatchNorm updates its statistics, by path. NEVER: it never updates
+            them.
     """
 
     until: Mapping[str, float] = field(default_factory=dict)
@@ -34,34 +35,37 @@ class Freezing:
 
     @property
     def changes(self) -> bool:
-        """Whether parameters are unfrozen at some epoch."""
+        """Whether some parameters are unfrozen in a later epoch."""
         return any(epoch < NEVER for epoch in self.until.values())
 
     def learns_at_first(self, network: nn.Module) -> bool:
-        """Return whether any parameter is trained in the first epoch."""
+        """Return whether at least one parameter is trained in the first epoch."""
         return any(one.requires_grad and name not in self.until for name, one in network.named_parameters())
 
     def apply(self, network: nn.Module) -> None:
-        """Freeze what is never unfrozen.
+        """Freeze the parameters and the BatchNorm statistics that are never unfrozen.
 
-        Parameters that are unfrozen later keep requires_grad, so that the optimizer gets them.
+        Parameters that are unfrozen later keep requires_grad, because the optimizer must receive them at its creation.
         """
         self._set({name: False for name, epoch in self.until.items() if epoch == NEVER}, network)
         self._hold({path: True for path, epoch in self.norms.items() if epoch == NEVER}, network)
 
     def begin_epoch(self, network: nn.Module, epoch: int) -> None:
-        """Freeze and unfreeze parameters and statistics for an epoch, from 0. The result depends only on the epoch."""
+        """Freeze and unfreeze parameters and statistics for an epoch, counted from 0.
+
+        The result depends only on the epoch, and not on earlier calls.
+        """
         self._set({name: end <= epoch for name, end in self.until.items()}, network)
         self._hold({path: end > epoch for path, end in self.norms.items()}, network)
 
     def learning(self, epoch: int) -> frozenset[str]:
-        """Return the names of initially frozen parameters that are trained in an epoch."""
+        """Return the names of parameters that are frozen at the start of the run and trained in an epoch."""
         return frozenset(name for name, end in self.until.items() if end <= epoch)
 
     def _set(self, learning: Mapping[str, bool], network: nn.Module) -> None:
         for name, one in network.named_parameters(remove_duplicate=False):
             if name in learning:
-                one.requires_grad = learning[name]  # a lazy parameter has this attribute, too
+                one.requires_grad = learning[name]  # lazy parameters also have this attribute
 
     def _hold(self, held: Mapping[str, bool], network: nn.Module) -> None:
         for path, is_held in held.items():
@@ -88,19 +92,20 @@ def find_frozen(
     unfreeze: Mapping[int, Sequence[str]] | None = None,
     key: str = "freeze.parameters",
 ) -> Freezing:
-    """Return the parts of a network to freeze. The network is not changed.
+    """Return the parameters and BatchNorms of a network to freeze. The network is not changed.
 
     Args:
         network: The network.
         parameters: Patterns of parameters to freeze; see `find_parameters`.
-        batch_norm: `eval` freezes the statistics of a BatchNorm with frozen parameters or statistics, and normalizes by
-            them. `train` (default) normalizes by the statistics of each batch, and updates the running statistics.
-        unfreeze: A mapping of epochs, from 0, to patterns of frozen parameters that are trained from this epoch. Epoch
-            0 makes exceptions, such as a head if `parameters` is `*`.
-        key: The config key of the patterns, for messages.
+        batch_norm: `eval` freezes the statistics of each BatchNorm with frozen parameters or statistics, and normalizes
+            by these statistics. `train` (default) normalizes by the statistics of each batch, and updates the running
+            statistics.
+        unfreeze: Patterns of frozen parameters by the epoch from which they are trained, counted from 0. Epoch 0 makes
+            exceptions, such as a head if `parameters` is `*`.
+        key: The config key of the patterns, for error messages.
 
     Raises:
-        ConfigError: A pattern matches no parameter. There is one error for each such pattern.
+        ConfigError: A pattern matches no parameter. Each such pattern has an error in the exception.
     """
     names = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     statistics = {path: f"{path}.running_mean" for path, one in network.named_modules() if _has_statistics(one)}

@@ -1,4 +1,4 @@
-"""Networks as torch.fx graphs. A graph has a node for each operation and each call of a layer."""
+"""Networks as torch.fx graphs. A graph has one node per operation and per call of a layer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from exp.models.compiler import GIVEN, MODE
 from exp.models.containers import ProgramModel
 
-# A placeholder for a value that is known to be a tensor of unknown shape.
+# A placeholder for a tensor of unknown shape.
 TENSOR = torch.empty(0, device="meta")
 
 
 class DependsOnMode(ValueError):
-    """The graphs of a network in training and in evaluation differ. torch.fx can record only one of them."""
+    """The network has different graphs in training and in evaluation. torch.fx can record only one of them."""
 
 
 def _graph_of_program(network: ProgramModel) -> fx.Graph:
@@ -49,15 +49,19 @@ class _Tracer(fx.Tracer):
 
 
 def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
-    """Return a function that records a graph node when it is called with graph values.
+    """Return a function that adds a node to the graph when it is called with values of the graph.
 
-    Return a non-callable value unchanged.
+    Args:
+        tracer: The tracer that adds the nodes.
+        name: Name of the function in the program's namespace.
+        value: The function. A value that is not callable is returned unchanged.
     """
     if name == MODE:
         return lambda network: tracer.create_proxy("get_attr", "training", (), {})
     if not callable(value):
         return value
-    # Functions of torch are always recorded, because `arange` and `rand` of constant sizes must also run in each step.
+    # Functions of torch are always recorded, even without a value of the graph as an argument. `arange(5)` and
+    # `rand(5)` must run again in each step.
     always = name.startswith(("torch.", f"{GIVEN}."))
 
     def call(*args: object, **kwargs: object) -> object:
@@ -69,13 +73,16 @@ def _recorder(tracer: fx.Tracer, name: str, value: object) -> object:
 
 
 def graph_of(network: nn.Module) -> fx.Graph:
-    """Return the torch.fx graph of a network. Its leaves are the layers of a container of exp, or torch's layers.
+    """Return the torch.fx graph of a network.
 
-    A module that is not a container is traced in both modes, because torch.fx records the value of `self.training`
-    during the trace: functional dropout would stay on in evaluation. Leaves read their own flag when they run.
+    In a container of exp, the nodes call the layers of the container. In other modules, they call layers of torch.
+
+    A module that is not a container is traced in training mode and in evaluation mode, because torch.fx records the
+    value of `self.training` during the trace. Functional dropout would otherwise be active in evaluation. Layers read
+    their own flag when they run.
 
     Raises:
-        ValueError: The module cannot be traced. The message has torch's reason.
+        ValueError: torch.fx cannot trace the module. The message contains torch's reason.
         DependsOnMode: The graphs in training and in evaluation differ.
     """
     if isinstance(network, ProgramModel):
@@ -97,7 +104,11 @@ def graph_of(network: nn.Module) -> fx.Graph:
 
 
 def _trace(network: nn.Module, *, training: bool) -> tuple[fx.Graph, dict[str, object]]:
-    """Return the graph in one mode, and the constants that torch.fx added as attributes of the network."""
+    """Trace a network in one mode.
+
+    Returns:
+        The graph, and the constants that torch.fx added as attributes of the network, by name.
+    """
     # The flag is set directly, because a user's network may override `train`.
     for module in network.modules():
         module.training = training
@@ -119,7 +130,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> dict[str, object]:
-    """Return the values of the graph's nodes by name, with tensors on the meta device.
+    """Run a graph on the meta device and return the values of its nodes by name.
 
     The result is empty if the forward pass fails on the meta device because an operator needs real numbers.
 
@@ -132,14 +143,14 @@ def values_of(network: nn.Module, graph: fx.Graph, inputs: Sequence[Tensor]) -> 
     try:
         with torch.no_grad():
             forward.run(*(tensor.to("meta") for tensor in inputs))
-    except Exception as error:  # the shape check has reported it
+    except Exception as error:  # the shape check has already reported this error
         logging.getLogger(__name__).debug("all values of the network are assumed to be tensors: %s", error)
         return {}
     return forward.found
 
 
 def on_meta(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with parameters and buffers on the meta device, which need no memory."""
+    """Return a copy of a network with parameters and buffers on the meta device. The copied tensors need no memory."""
     tensors = [*network.parameters(), *network.buffers()]
     memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in tensors}
     return copy.deepcopy(network, memo)

@@ -1,4 +1,5 @@
-"""Inference of sizes that the config omits. Lazy layers get their shapes from a forward pass of a placeholder batch."""
+"""Inference of layer sizes that the config omits. Lazy layers get their shapes in a forward pass of a placeholder
+batch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from exp.errors import ConfigError, RunError
 from exp.models.containers import ProgramModel, config_key, with_forward
 from exp.shared_types import INPUT, DataSpec
 
-# The lazy class of each layer class, and the parameter that may be omitted. torch has no lazy recurrent layers.
+# Layer class: its lazy class, and the parameter that the config may omit. torch has no lazy recurrent layers.
 LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Linear: (nn.LazyLinear, "in_features"),
     nn.Conv1d: (nn.LazyConv1d, "in_channels"),
@@ -32,7 +33,7 @@ LAZY_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
 }
 
 
-# The length in a placeholder batch of an axis with a variable length.
+# The length of each axis of variable length in a placeholder batch.
 STAND_IN_LENGTH = 16
 
 Result = TypeVar("Result")
@@ -50,12 +51,13 @@ class NetworkCall(Protocol):
 
 
 def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Module] | None:
-    """Return the lazy class that infers the omitted size; None if the size is given, or if there is no lazy class.
+    """Return the lazy class of a layer. Return None if the size is given, or if the layer has no lazy class.
 
     Args:
         cls: The layer's class.
         given: The names of the given parameters.
-        positional: The number of positional arguments. The first parameter is the size.
+        positional: The number of positional arguments. The first argument is the size that a lazy class infers.
+            Default: 0.
     """
     lazy, inferred = LAZY_CLASSES.get(cls, (None, ""))
     return None if inferred in given or positional else lazy
@@ -64,8 +66,12 @@ def lazy_class(cls: type, given: set[str], *, positional: int = 0) -> type[nn.Mo
 def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Return placeholders for the network's inputs by name: zeros `[batch_size, *shape]` of the declared dtypes.
 
-    Zeros are also valid class numbers and character numbers. The batch has 2 samples by default, because batch norm
-    rejects a single sample in training. An axis of variable length has the length STAND_IN_LENGTH.
+    Zeros are also valid class numbers and character numbers. An axis of variable length has the length STAND_IN_LENGTH.
+
+    Args:
+        spec: Declaration of the inputs.
+        batch_size: Number of samples. Default: 2, because batch norm rejects a single sample in training.
+        device: Device of the tensors. Default: cpu.
     """
     return {
         name: torch.zeros(
@@ -78,7 +84,7 @@ def example_inputs(spec: DataSpec, *, batch_size: int = 2, device: torch.device 
 
 
 def input_names(network: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of a network's forward that can receive values of a batch by name."""
+    """Return the names of the parameters of a network's forward that accept an argument by name."""
     return tuple(
         name
         for name, parameter in inspect.signature(network.forward).parameters.items()
@@ -89,12 +95,13 @@ def input_names(network: nn.Module) -> tuple[str, ...]:
 def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCall:
     """Return a function that calls a network with the values of a batch.
 
-    The network receives the values that its forward names, in the order of its parameters. If its forward names none of
-    them, it receives the only input that the data declares. If its forward has **kwargs, it receives all inputs.
+    The network receives the values that have the names of its forward's parameters. If no name matches, the network
+    receives the only input that the data declares. If its forward has **kwargs, the network receives all declared
+    inputs.
 
     Args:
         network: The network.
-        inputs: The names of the inputs that the data declares, DataSpec.inputs.
+        inputs: The names of the declared inputs, as in DataSpec.inputs.
     """
     parameters = list(inspect.signature(network.forward).parameters.values())
     names = input_names(network)
@@ -123,16 +130,16 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
 
 
 def example_arguments(network: nn.Module, spec: DataSpec) -> tuple[Tensor, ...]:
-    """Return placeholders for the positional arguments of the network's forward, on the meta device."""
+    """Return placeholders on the meta device for the positional arguments of the network's forward."""
     inputs = example_inputs(spec, device="meta")
     found: tuple[Tensor, ...] = network_call(network, tuple(inputs))(lambda *given, **_: given, inputs)
     return found
 
 
 def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Give every lazy layer its shape by one forward pass.
+    """Infer the shapes of all lazy layers in one forward pass, then initialize and freeze the parameters.
 
-    Then initialize and freeze parameters as the containers declare.
+    The containers of the network declare how parameters are initialized and frozen.
 
     The forward pass runs in evaluation mode without gradients, so that it changes no running statistics. Its exceptions
     are raised unchanged.
@@ -142,7 +149,8 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         inputs: The values of a batch by name. They are used only if a layer is lazy.
 
     Raises:
-        ConfigError: A pattern of `initialisation` or `freeze` matches no parameter. The keys are below `model`.
+        ConfigError: A pattern of `initialisation` or `freeze` matches no parameter. The keys of the errors begin with
+            `model`.
     """
     lazy = [module for module in network.modules() if isinstance(module, LazyModuleMixin)]
     if lazy or any(map(is_lazy, (*network.parameters(), *network.buffers()))):
@@ -157,7 +165,7 @@ def materialise(network: nn.Module, inputs: Mapping[str, Tensor]) -> None:
                     network_call(view, tuple(inputs))(view, inputs)
         finally:
             for module in network.modules():
-                # A lazy layer changes its class in place, so that `modes` contains every module.
+                # `modes` contains every module, because a lazy layer changes its class in place.
                 module.training = modes[module]
     # Inner models come first, so that the patterns of an outer model take precedence.
     for path, module in reversed(list(network.named_modules())):

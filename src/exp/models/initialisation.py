@@ -1,6 +1,6 @@
 """Initialization of parameters that are selected by name or by type.
 
-initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
+Example: initialisation: {"*.weight": {name: normal, std: 0.02}, LayerNorm.weight: ones}
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Scheme = str | Mapping[str, object]
 
 
 def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
-    """Initialize the parameters that match patterns. If several patterns match a parameter, the last is used.
+    """Initialize the parameters that match patterns. If several patterns match a parameter, the last pattern is used.
 
-    The row of an embedding's padding_idx keeps its values.
+    The vector of an embedding's padding index keeps its values.
 
     Args:
         network: The network.
-        patterns: A mapping of patterns (see `find_parameters`) to schemes. A scheme is a name in SCHEMES, or a mapping
-            with `name` and the arguments of the function in torch.nn.init.
+        patterns: Scheme of each pattern (see `find_parameters`). A scheme is a name in SCHEMES, or a mapping with
+            `name` and the arguments of the function in torch.nn.init.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or a scheme is unknown. The keys begin with `initialisation`.
+        ConfigError: A pattern matches no parameter, or a scheme is unknown. The keys of the errors begin with
+            `initialisation`.
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
     chosen: dict[Tensor, str] = {}  # a tied parameter matches by any of its names
@@ -54,7 +55,13 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
 def fill(parameter: Tensor, scheme: Scheme, *, key: str = "initialisation") -> None:
     """Initialize a parameter.
 
-    Raise ConfigError at `key` if the scheme is unknown or does not support the parameter's shape.
+    Args:
+        parameter: The parameter.
+        scheme: The initialization scheme, as in `initialise`.
+        key: The config key of the scheme, for error messages.
+
+    Raises:
+        ConfigError: The scheme is unknown or does not support the parameter's shape.
     """
     name, options = (scheme, {}) if isinstance(scheme, str) else (scheme.get("name"), dict(scheme))
     options.pop("name", None)

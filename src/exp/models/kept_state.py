@@ -1,6 +1,6 @@
 """Detection of state that a forward pass changes, such as call counters, caches and parameters.
 
-Changed numbers in buffers are not reported by default.
+By default, new numbers in buffers are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 logger = logging.getLogger(__name__)
 
-# Packages with classes that store no state in class attributes.
+# Packages that store no state in the attributes of their classes.
 LIBRARIES = ("torch", "builtins")
 
 
@@ -28,8 +28,8 @@ class KeptState:
 
     Args:
         network: The network.
-        with_buffers: Whether a new version of a buffer counts as a change. Most changes of its numbers increase the
-            version.
+        with_buffers: Whether a new version of a buffer counts as a change. torch increases the version in most changes
+            of the numbers. Default: false.
     """
 
     def __init__(self, network: nn.Module, *, with_buffers: bool = False) -> None:
@@ -45,7 +45,7 @@ class KeptState:
         return [name for name in {**self._prints, **now} if self._prints.get(name) != now.get(name)]
 
     def identity(self, value: object) -> object:
-        """Return a value that identifies a tensor or a module of the network; None for any other object."""
+        """Return a value that identifies a tensor or a module of the network. Return None for any other object."""
         if isinstance(value, nn.Module) and value in self._modules:
             return id(value)
         if not isinstance(value, Tensor):
@@ -67,7 +67,7 @@ class KeptState:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler for comparison only. For objects that cannot be pickled, it writes the id and the attributes."""
+    """Pickles objects only to compare them. If an object cannot be pickled, its id and its attributes are written."""
 
     def __init__(self, file: BytesIO, state: KeptState) -> None:
         super().__init__(file)

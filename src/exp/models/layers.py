@@ -1,4 +1,4 @@
-"""Layers for YAML models that torch does not have, and conversion of lists and mappings to layers."""
+"""Layers for YAML models that torch lacks, and conversion of lists and mappings to layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 class Parameter(nn.Module):
     """A parameter in a model's `layers`, such as a class token, a scale or learned positions.
 
-    A container of models/containers.py registers the parameter instead of this layer. The key in the state dict is then
-    the name of the layer, and a program uses the name as a tensor. A `repeat` of this layer becomes an
+    A container of models/containers.py registers the tensor instead of this layer. The key in the state dict is then
+    the name in `layers`. A forward program uses this name as a tensor. A `repeat` of this layer becomes an
     nn.ParameterList.
 
     Args:
         shape: The shape; [] for a single number.
-        initialisation: A scheme; see models/initialisation.py. Default zeros.
-        trainable: Whether the parameter is trained, default true. If false, it is a constant in the state dict.
+        initialisation: A scheme; see models/initialisation.py. Default: zeros.
+        trainable: Whether the parameter is trained. If false, it is a constant in the state dict. Default: true.
     """
 
     def __init__(self, *, shape: Shape, initialisation: Scheme = "zeros", trainable: bool = True) -> None:
@@ -41,10 +41,10 @@ class Parameter(nn.Module):
 
 
 class Noise(nn.Module):
-    """Normally distributed random numbers for each sample of a batch, such as a generator's input.
+    """Normally distributed random numbers for each sample of a batch, such as the input of a generator.
 
-    The numbers are drawn from torch's generator. exp seeds it before each step, so that a resumed run draws the same
-    numbers.
+    torch's random number generator draws the numbers. exp seeds torch's generator before each step, so that a resumed
+    run draws the same numbers.
 
     Args:
         shape: The shape of the numbers for one sample.
@@ -55,9 +55,9 @@ class Noise(nn.Module):
         self.shape = tuple(shape)
 
     def forward(self, like: Tensor) -> Tensor:
-        """Return noise `[B, *shape]` for a batch `[B, ...]`.
+        """Return random numbers `[B, *shape]` for a batch `[B, ...]`.
 
-        The dtype is that of the batch, or the default dtype if the batch has integers.
+        The numbers have the dtype of the batch. If the batch has integers, they have torch's default dtype.
         """
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         return torch.randn((like.shape[0], *self.shape), dtype=dtype, device=like.device)
@@ -85,7 +85,7 @@ def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:
         if parts and all(isinstance(part, nn.Parameter) for part in parts.values()):
             return nn.ParameterList(parts.values())
         modules = nn.ModuleList(_modules_only(parts, key).values())
-        # config_key needs this flag, because elements of a `repeat` and of a list have different config keys.
+        # config_key reads this flag, because elements of a `repeat` and of a list have different config keys.
         modules.__dict__["repeated"] = isinstance(layer, nn.ModuleList)
         return modules
     expected = "a layer, a parameter, or a list or mapping of them"

@@ -1,9 +1,10 @@
-"""Low-rank adaptation (LoRA): frozen weights plus a trained product of two thin matrices.
+"""Low-rank adaptation (LoRA): weights are frozen, and a trained product of two thin matrices is added to each weight.
 
-    weight = original + alpha / rank * b a        a [rank, in], b [out, rank], b starts at 0
+    weight = original + alpha / rank * b a        a [rank, in], b [out, rank], b is 0 at the start
 
 E. Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3. The sum is computed whenever a layer
-reads its weight (torch.nn.utils.parametrize). This also works in convolutions, attention and torch's fast paths.
+reads its weight (torch.nn.utils.parametrize). LoRA therefore also works in convolutions, attention and torch's fast
+paths.
 
 lora: {layers: ["*.query", "*.value"], rank: 8, alpha: 16, trained: ["classifier.*"]}
 """
@@ -32,12 +33,12 @@ ORIGINAL, OWN = ".original", (".0.a", ".0.b", ".0.alpha")
 class LowRank(nn.Module):
     """The low-rank product that is added to a weight.
 
-    The first axis of the weight is the output; the others are flattened.
+    The product is computed as a matrix: its rows are the first axis of the weight, its columns all other axes.
 
     Args:
-        weight: The weight, which determines the device and the dtype.
+        weight: The weight. The matrices have its device and its dtype.
         rank: The rank of the product.
-        alpha: The numerator of the factor alpha / rank, by which the product is scaled.
+        alpha: The product is multiplied by alpha / rank.
     """
 
     alpha: Tensor
@@ -67,18 +68,20 @@ def adapt(
     trained: Sequence[str] = (),
     batch_norm: Statistics = "train",
 ) -> None:
-    """Add a LowRank to each matched weight, in place, and freeze all other parameters.
+    """Add a LowRank to each weight that a pattern matches, in place, and freeze all other parameters.
 
     Args:
         network: The network.
         layers: Patterns; see `find_parameters`. Matched weights with two or more axes are adapted.
         rank: See LowRank.
-        alpha: See LowRank; None for the rank.
-        trained: Patterns of parameters that are fully trained, such as a new head, even if `layers` matches them.
+        alpha: See LowRank. None uses the rank.
+        trained: Patterns of parameters that are trained without LoRA, such as a new head, even if `layers` matches
+            them.
         batch_norm: See `find_frozen`.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or no weight that can be adapted. There is one error per pattern.
+        ConfigError: A pattern matches no parameter, or matches only parameters that cannot be adapted. Each such
+            pattern has an error in the exception.
     """
     errors: list[ErrorDetails] = []
     found = [_weights(network, one, key=f"lora.layers.{index}", errors=errors)
@@ -106,11 +109,11 @@ def is_adapted(network: nn.Module) -> bool:
 def merge(network: nn.Module) -> None:
     """Add each low-rank product to its weight and remove the LowRank modules, in place.
 
-    torch's remove_parametrizations would change the class of an adapted layer. Copies of the layer share this class and
-    would fail, so it is not used (seen in torch 2.13, and tested).
+    remove_parametrizations of torch is not used, because it changes the class of an adapted layer. Copies of the layer
+    have the same class and would fail (seen in torch 2.13, and tested).
 
     Raises:
-        RunError: A layer has other parametrizations than LowRank.
+        RunError: A layer has parametrizations other than LowRank.
     """
     for path, module in list(network.named_modules()):
         held = module.parametrizations if parametrize.is_parametrized(module) else None
@@ -126,9 +129,9 @@ def merge(network: nn.Module) -> None:
 
 
 def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of an adapted network with the products added to the weights.
+    """Return the state dict of an adapted network with each low-rank product added to its weight.
 
-    A state dict without LowRank is returned unchanged.
+    A state dict without LoRA is returned unchanged.
     """
     found = originals(weights)
     for name, tensor in weights.items():
@@ -141,7 +144,7 @@ def merge_state_dict(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict by their names in a network without LoRA, without the low-rank matrices."""
+    """Return the tensors of a state dict without those of LoRA. The names are the names before LoRA was added."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         base = next((name.removesuffix(end) for end in (ORIGINAL, *OWN) if name.endswith(end)), name)

@@ -1,4 +1,4 @@
-"""Selection of modules and parameters of a network, by pattern of names or by type."""
+"""Selection of modules and parameters of a network by a pattern of names, or by type."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from exp.errors import ErrorDetails, raise_errors
 from exp.spelling import among, did_you_mean
 
-# The base class of torch's batch norms and of users' variants. It has no public name in torch.nn.modules.batchnorm;
-# nn.SyncBatchNorm.convert_sync_batchnorm uses it, too (seen in torch 2.13).
+# The base class of torch's batch norms and of users' variants. The class has no public name in torch 2.13, but
+# nn.SyncBatchNorm.convert_sync_batchnorm also uses this class.
 ANY_BATCH_NORM = nn.BatchNorm2d.__mro__[1]
 # The base classes of torch's other norms are private, so the classes are listed.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -22,9 +22,15 @@ NORMS = (*FEATURE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def matches(name: str, module: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern matches a module by name (`blocks.*.norm1`) or type (`LayerNorm`, `torch.nn.Softmax`).
+    """Return whether a pattern matches the name (`blocks.*.norm1`) or type (`LayerNorm`, `torch.nn.Softmax`) of a
+    module.
 
-    A type also matches its subclasses. The name of the network itself is empty.
+    A type also matches its subclasses.
+
+    Args:
+        name: The name of the module in the network; empty for the network.
+        module: The module.
+        pattern: The pattern.
     """
     return fnmatchcase(name, pattern) or any(_is_named(kind, pattern) for kind in type(module).__mro__)
 
@@ -42,12 +48,12 @@ def find_modules(
     Args:
         network: The network.
         patterns: The patterns.
-        key: The config key of the patterns, for messages.
-        modules: The modules to search, by name; None for all modules of the network.
-        got: Text after the pattern in the error message.
+        key: The config key of the patterns, for error messages.
+        modules: The modules to search, by name. Default: None, for all modules of the network.
+        got: Text that follows the pattern in the error message. Default: empty.
 
     Raises:
-        ConfigError: A pattern matches no module. The message lists the known names and types.
+        ConfigError: A pattern matches no module. The message lists the names and types in the network.
     """
     modules = dict(network.named_modules()) if modules is None else modules
     raise_errors(
@@ -84,17 +90,17 @@ def find_parameters(
     A pattern is one of the following:
 
     - a pattern of names in the state dict (`encoder.*`);
-    - a module's name (`encoder`) or type (`LayerNorm`, `torch.nn.Linear`), which matches all parameters inside;
+    - a module's name (`encoder`) or type (`LayerNorm`, `torch.nn.Linear`), which matches all parameters in the module;
     - a type and a parameter name (`Linear.weight`).
 
-    All names of a tied parameter are returned.
+    A tied parameter has several names. All of them are returned.
 
     Args:
         network: The network.
         pattern: The pattern.
-        key: The config key of the pattern, for messages.
-        known: The names to search; None for the names of all parameters.
-        errors: A list to which the error for an unmatched pattern is added; None to raise the error.
+        key: The config key of the pattern, for error messages.
+        known: The names to search. Default: None, for the names of all parameters.
+        errors: A list that receives the error of an unmatched pattern. Default: None, which raises the error.
 
     Raises:
         ConfigError: The pattern matches no parameter. The message proposes the closest name.

@@ -1,4 +1,4 @@
-"""Division of a network into consecutive parts. Each part is a function that runs with the network's layers.
+"""Division of a network into consecutive parts. Each part is a function that calls layers of the network.
 
     layers: [[stem, "stage.*"], [down, "stage2.*", norm, head]]        patterns of each part, in the order of the parts
     layers: null                                                       parts balanced by bytes, between whole layers
@@ -43,10 +43,9 @@ class Part:
         tensors: The names of the parameters and buffers in this part.
         inputs: The names of the network's inputs that this part reads.
         takes: The names of values of earlier parts that this part reads.
-        gives: The names of values of this part that later parts read. The last part returns the network's output
-            instead.
-        run: A function (network, *inputs, *takes) that returns the tuple of the values in `gives`, or the network's
-            output.
+        gives: The names of values of this part that later parts read. Empty for the last part.
+        run: The function (network, *inputs, *takes) that runs the part. It returns the tuple of the values in `gives`.
+            In the last part, it returns the network's output.
     """
 
     layers: tuple[str, ...]
@@ -63,8 +62,9 @@ class Split:
 
     Args:
         parts: The parts, in order.
-        inputs: The network's inputs with their default values, or `inspect.Parameter.empty`, by name.
-        values: The values that are passed between parts, by name, with meta tensors.
+        inputs: The default value of each input of the network, by name. `inspect.Parameter.empty`: the input has no
+            default.
+        values: The values that are passed between parts, by name, as tensors on the meta device.
     """
 
     parts: tuple[Part, ...]
@@ -72,19 +72,22 @@ class Split:
     values: Mapping[str, object]
 
     def values_after(self, part: int) -> tuple[str, ...]:
-        """Return the names of values that parts up to `part` compute and later parts read, in order."""
+        """Return the names of values to pass on after a part, in order.
+
+        Parts up to this part compute these values, and later parts read them.
+        """
         later = {name for other in self.parts[part + 1 :] for name in other.takes}
         return tuple(name for other in self.parts[: part + 1] for name in other.gives if name in later)
 
     def bind(self, arguments: Sequence[object], named: Mapping[str, object]) -> dict[str, object]:
-        """Return the network's inputs by name.
+        """Return the values of the network's inputs by name for one call.
 
         Args:
-            arguments: The positional arguments of a call of the network.
+            arguments: The positional arguments of the call.
             named: The keyword arguments of the call.
 
         Raises:
-            TypeError: An input is missing, or there are too many arguments.
+            TypeError: An input is missing, or the call has too many arguments.
         """
         bound = {**dict(zip(self.inputs, arguments, strict=False)), **named}
         missing = [name for name in self.inputs if name not in bound and self.inputs[name] is inspect.Parameter.empty]
@@ -99,8 +102,9 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
     Args:
         network: The network.
         count: The number of parts.
-        layers: The name patterns of each part; None to balance the parts by bytes.
-        inputs: Placeholders for the network's inputs. They are used to detect which values are tensors.
+        layers: The name patterns of each part. None balances the parts by bytes.
+        inputs: Placeholders for the network's inputs. A forward pass of the placeholders shows which values are
+            tensors.
 
     Raises:
         ConfigError: The patterns are invalid, or the network cannot be divided. The message has the reason.
@@ -149,8 +153,7 @@ class _Cutter:
                 now = max(now, self.found[str(node.target)])
             if node.op == "output":
                 now = self.count - 1
-            # An element is extracted in the part that makes the tuple, so that only this element is passed to later
-            # parts.
+            # An element of a tuple is read in the part that makes the tuple, so that only this element is passed on.
             is_part = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
             source = node.args[0] if is_part and isinstance(node.args[0], fx.Node) else None
             if unit is not None:
@@ -161,18 +164,18 @@ class _Cutter:
                 self.of[node] = max([now, *(self.of[used] for used in node.all_input_nodes if used in self.of)])
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Return whether every part may compute the node itself.
+        """Return whether every part may compute the value of a node again instead of receiving it.
 
-        This is true for an input of the network, and for a value without a tensor.
+        This is true for inputs of the network, and for values without a tensor.
         """
         if node.op == "placeholder" or (node.op == "get_attr" and str(node.target) not in self.held):
             return True
         return node.op in ("call_function", "call_method") and not any(True for _ in tensors_in(self.value(node.name)))
 
     def _needed_nodes(self, part: int) -> list[fx.Node]:
-        """Return the nodes of the graph of a part, in the order of the whole graph.
+        """Return the nodes in the graph of a part, in the order of the network's graph.
 
-        The nodes include values that the part receives from earlier parts.
+        The nodes include the values that the part receives from earlier parts.
         """
         wanted = {node for node in self.graph.nodes if self.of[node] == part and not self._is_free(node)}
         stack = list(wanted)
@@ -223,7 +226,10 @@ class _Cutter:
 
 
 def _compile(graph: fx.Graph) -> Callable[..., object]:
-    """Return the function of a graph. The function reads layers from the network, so that replaced layers are used."""
+    """Return a function that runs a graph.
+
+    The function reads the layers from the network at each call. It therefore uses layers that were replaced later.
+    """
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(code.src, namespace)  # text that torch.fx writes from the graph
@@ -240,13 +246,13 @@ def _default(node: fx.Node) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Layer, or parameter that the forward reads directly. A unit is never divided between parts.
+    """A layer, or a parameter that the forward reads directly. A unit is never divided between parts.
 
     Args:
         name: The name.
-        first: The position in the graph of its first use.
-        last: The position in the graph of its last call.
-        tensors: The parameters and buffers by their full names.
+        first: The position in the graph of the unit's first use.
+        last: The position in the graph of the unit's last call.
+        tensors: The unit's parameters and buffers, by their names in the network.
     """
 
     name: str
@@ -266,7 +272,8 @@ def units_of(network: nn.Module, graph: fx.Graph) -> list[Unit]:
     uses: dict[str, list[int]] = {}
     for place, node in enumerate(graph.nodes):
         name = unit_name(node, called, held)
-        # A parameter that is read again is passed to the later part. All calls of a layer must be in the same part.
+        # All calls of a layer must be in the same part. A parameter may be used in several parts, because the first
+        # part passes it on.
         if name is not None and (node.op == "call_module" or name not in uses):
             uses.setdefault(name, []).append(place)
     return [
@@ -281,7 +288,7 @@ def units_of(network: nn.Module, graph: fx.Graph) -> list[Unit]:
 
 
 def unit_name(node: fx.Node, called: set[str], held: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the unit that a node uses; None for an operation and for the flag `training`."""
+    """Return the name of the unit that a node uses. Return None for an operation and for the flag `training`."""
     if node.op == "call_module":
         return str(node.target)
     if node.op != "get_attr":
@@ -292,17 +299,17 @@ def unit_name(node: fx.Node, called: set[str], held: Mapping[str, Tensor]) -> st
 
 
 def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns | None) -> dict[str, int]:
-    """Return the part of each unit, 0 to count - 1, by name of the unit.
+    """Return the index of the part of each unit, from 0 to count - 1, by name of the unit.
 
     Args:
         network: The network.
         graph: The graph of the network.
         count: The number of parts.
-        layers: The name patterns of each part. A pattern also matches everything inside a matched name. None balances
+        layers: The name patterns of each part. A pattern also matches every layer inside a matched layer. None balances
             the parts by bytes.
 
     Raises:
-        ConfigError: The patterns are invalid. All errors are reported at the key `strategy.layers`.
+        ConfigError: The patterns are invalid. The keys of the errors begin with `strategy.layers`.
     """
     units = units_of(network, graph)
     if layers is None:
@@ -321,7 +328,10 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
 
 
 def _name_errors(units: Sequence[Unit], layers: Patterns, found: dict[str, int]) -> Iterator[ErrorDetails]:
-    """Add the part of each matched unit to `found`. Yield an error for each invalid pattern and unmatched layer."""
+    """Add the part of each unit that a pattern matches to `found`, and yield the errors of the patterns.
+
+    A pattern that matches no unit, a unit in two parts, and unmatched units with parameters are errors.
+    """
     known = among([unit.name for unit in units], count=20)
     for part, patterns in enumerate(layers):
         for pattern in patterns:
@@ -353,7 +363,7 @@ def _order_errors(units: Sequence[Unit], found: Mapping[str, int]) -> Iterator[E
 
 
 def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
-    """Return the part of each unit by name, so that the size in bytes of the largest part is minimal."""
+    """Return the index of the part of each unit, by name. The largest part in bytes is as small as possible."""
     blocks = _blocks(units)
     sizes = [sum(unit.bytes for unit in block) for block in blocks]
     most = sum(size > 0 for size in sizes)
@@ -370,7 +380,7 @@ def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
 
 
 def _blocks(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return the units in groups that must be in the same part.
+    """Return groups of units that must be in the same part.
 
     A group contains all units between two calls of a layer, or between two layers with tied parameters.
     """
@@ -391,9 +401,14 @@ def _blocks(units: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def _cuts(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the index of the first block of each part, so that the largest part is minimal and no part is empty.
+    """Return the index of the first block of each part.
 
-    This is the linear partition problem, solved by dynamic programming (Skiena, The Algorithm Design Manual, 10.7).
+    The largest part is as small as possible, and no part is empty. This is the linear partition problem, solved by
+    dynamic programming (Skiena, The Algorithm Design Manual, 10.7).
+
+    Args:
+        sizes: Size of each block in bytes.
+        count: Number of parts.
     """
     total = [0, *itertools.accumulate(sizes)]
 
@@ -401,7 +416,8 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
     def best(end: int, parts: int) -> tuple[float, list[int]]:
         """Divide the blocks before `end` into `parts` parts.
 
-        Return the size of the largest part, and the first block of each part.
+        Returns:
+            The size of the largest part, and the index of the first block of each part.
         """
         if parts == 1:
             return total[end] or float("inf"), [0]

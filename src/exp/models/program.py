@@ -1,7 +1,7 @@
 """Forward programs as checked syntax trees. This module does not import torch, and builds no layers.
 
-The text of a program has the syntax of the body of a Python method `forward`. Python's parser reads it,
-models/syntax.py checks that every node is on a list of allowed nodes, and models/compiler.py compiles the tree.
+A program has the syntax of the body of a Python method `forward`. Python's parser makes the syntax tree,
+models/syntax.py rejects nodes that are not on a list of allowed nodes, and models/compiler.py compiles the tree.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SIZE_FIX = "a smaller program: move a part of it into a separate layer"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A forward program that passed the check.
+    """A forward program that models/syntax.py has checked.
 
     Args:
-        text: The text as written. A ProgramError counts lines and columns in this text.
+        text: The program as written. Lines and columns of a ProgramError refer to this text.
         names: The names that are defined before the program runs.
-        tree: The syntax tree. All nodes are on the list of allowed nodes.
+        tree: The syntax tree.
         source: The lines of the text.
     """
 
@@ -44,11 +44,17 @@ class Program:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """All names that may have a value. The other names are functions of models/vocabulary.py."""
+        """All names of variables. The other names are functions of models/vocabulary.py."""
         return self.names.variables(self.tree)
 
     def error(self, node: ast.AST, message: str, expected: str) -> ProgramError:
-        """Return an error at the position of a node."""
+        """Return an error at the position of a node.
+
+        Args:
+            node: The node.
+            message: Description of the error.
+            expected: Description of a valid program, as a noun phrase.
+        """
         return self.source.error_at(node, message, expected)
 
 
@@ -72,8 +78,8 @@ class Source:
         Args:
             line: The line, from 1.
             byte_offset: The column in bytes of UTF-8, from 0, as in the module ast.
-            message: The message.
-            expected: The expected text.
+            message: Description of the error.
+            expected: Description of a valid program, as a noun phrase.
         """
         line = min(max(line, 1), len(self.lines))
         shown = self.lines[line - 1]
@@ -100,16 +106,16 @@ def parse(
     functions: Iterable[str] = (),
     is_bounded: bool = True,
 ) -> Program:
-    """Return the checked program of a text.
+    """Parse and check the text of a program.
 
     Args:
         text: The text.
         layer_names: The names of the network's layers and parameters.
-        inputs: The names of the network's inputs, default x.
-        constants: The names of values that the config defines for the program.
-        functions: The names of functions that the config defines for the program.
-        is_bounded: Whether a long text is an error. False for a text that exp has generated, with a line for each
-            layer.
+        inputs: The names of the network's inputs. Default: x.
+        constants: The names of the constants that the config defines for the program.
+        functions: The names of the functions that the config defines for the program.
+        is_bounded: Whether a long text is an error. False for a text that exp generated with one line per layer.
+            Default: true.
 
     Raises:
         ProgramError: The text is not a valid program.
@@ -124,10 +130,10 @@ def parse(
 
 
 def require_layers_used(programs: Sequence[Program]) -> None:
-    """Raise ProgramError if no program of a network uses a layer. The name `layers` uses all layers.
+    """Raise ProgramError for a layer that no program of the network uses. The variable `layers` uses all layers.
 
     Args:
-        programs: The programs of the network. The first program gets the error.
+        programs: The programs of the network. The error has a position in the first program.
     """
     first, loaded = programs[0], frozenset().union(*(program.loaded for program in programs))
     unused = ", ".join(f"`{name}`" for name in sorted(first.names.layers - loaded))
@@ -164,7 +170,10 @@ def _read(source: Source) -> ast.Module:
 
 
 def _require_shallow(tree: ast.Module, source: Source) -> None:
-    """Raise ProgramError if a tree is so deep that a recursive function would overflow Python's stack."""
+    """Raise ProgramError if a tree is nested more than MAX_DEPTH levels deep.
+
+    A recursive function would overflow Python's stack on a deeper tree.
+    """
     level: list[ast.AST] = [tree]
     for _ in range(MAX_DEPTH + 1):
         level = [child for node in level for child in ast.iter_child_nodes(node)]

@@ -68,7 +68,7 @@ READ_FROM_DATA = ("input_shape", "input_dtype", "num_outputs", "num_classes")
 
 
 def construct(node: object, *, key: str, allow: Sequence[str], **offers: object) -> Any:
-    """Build the object of a node. Nodes inside the node are built first.
+    """Build the object that a config node describes. Nodes inside the node are built first.
 
     - `{_target_: name, ...}` becomes an instance of the class or, with `_partial_: true`, a functools.partial.
     - `{repeat: n, layer: {...}}` becomes an nn.ModuleList of n layers.
@@ -76,10 +76,10 @@ def construct(node: object, *, key: str, allow: Sequence[str], **offers: object)
 
     Args:
         node: Plain value of the node.
-        key: Dotted key of the node, for error messages and for checks of the class.
+        key: Dotted key of the node. It appears in error messages and decides which classes are allowed.
         allow: Packages that the command line allows.
-        **offers: Additional arguments by parameter. An argument is passed only if the outermost target has the
-            parameter and the node does not set it.
+        **offers: Additional arguments by parameter name. An argument is passed to the `_target_` of the outermost node
+            only if the class has the parameter and the node does not set it.
 
     Raises:
         ConfigError: A constructor rejects its arguments.
@@ -144,11 +144,11 @@ def _call(node: Plain, *, key: str, allow: Sequence[str], offers: Mapping[str, o
 
 
 def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> dict[str, object]:
-    """Return the functions that a forward program declares, by their names in the program.
+    """Return the Python functions that a model's forward program declares, by their names in the program.
 
     Args:
-        named: Dotted name of each function.
-        key: Dotted key of the mapping.
+        named: Dotted Python name of each function, such as `mine.square`, by its name in the program.
+        key: Dotted config key of this mapping.
         allow: Packages that the command line allows.
 
     Raises:
@@ -164,12 +164,12 @@ def _functions(named: Mapping[str, str], *, key: str, allow: Sequence[str]) -> d
 
 
 def _check_result(made: object, target: object, name: str, *, key: str) -> object:
-    """Return the result of a `_target_` after checking the class of the result.
+    """Return `made` unchanged if its class is allowed at the key.
 
     Args:
-        made: Result of the target.
-        target: Class or function. Instances of a class are not checked.
-        name: Dotted name of the target.
+        made: Object that calling the `_target_` returned.
+        target: Class or function that was called. If it is a class, nothing is checked.
+        name: Dotted Python name of the target.
         key: Dotted key of the node.
 
     Raises:
@@ -191,13 +191,16 @@ def _check_result(made: object, target: object, name: str, *, key: str) -> objec
 
 
 def _for_torch(target: Callable[..., object], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Convert arguments to tensors and dtypes if the target's parameters are annotated with these types.
+    """Convert numbers, lists and texts to tensors and dtypes if the parameters are annotated with these types.
 
-    If a parameter has no annotation, as `dtype` of torch's layers, a text such as `torch.float16` becomes the dtype.
+    Parameters without an annotation, such as `dtype` of torch's layers, also accept texts such as `torch.float16`.
 
     Args:
         target: Class or function to call.
-        arguments: Arguments by parameter.
+        arguments: Arguments by parameter name.
+
+    Returns:
+        Arguments by parameter name, with converted values.
     """
     if not any(isinstance(value, str | list | int | float) for value in arguments.values()):
         return arguments
@@ -229,7 +232,14 @@ def _with_secrets(text: str, *, key: str) -> str:
 
 
 def _add_key(error: ErrorDetails, key: str) -> ErrorDetails:
-    """Return an error with the full key of a parameter: the key of the node, followed by the name of the parameter."""
+    """Return an error with a full config key, such as `model.width` for the parameter `width` of the node `model`.
+
+    An error that already has a full key is returned unchanged.
+
+    Args:
+        error: Error of a constructor. Its key is usually only the name of a parameter.
+        key: Dotted key of the node.
+    """
     inside = error.key == key or error.key.startswith(f"{key.split('.')[0]}.")
     return error if inside else dataclasses.replace(error, key=f"{key}.{error.key}")
 
@@ -241,14 +251,14 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
 
 
 def build_data(settings: Settings, *, keeps_raw: bool = False) -> Data:
-    """Build the data of a run with its splits. The loaders read the samples later.
+    """Build the data set of a run and its splits. The data loaders read the samples later.
 
-    A resumed run reads the values that were fitted to the training split, such as mean and deviation, from its
-    checkpoint.
+    Values fitted to the training split, such as mean and standard deviation, are computed in a new run. A resumed run
+    reads these values from its checkpoint.
 
     Args:
         settings: Settings of the run.
-        keeps_raw: See Data.
+        keeps_raw: Keep the splits before transforms in the attribute `raw` of the result.
     """
     offers = {**_data_offers(settings), "earlier": functools.partial(_read_fitted, settings.resume)}
     # Passed as partials, because the data set builds its samplers after its splits.
@@ -272,9 +282,9 @@ def _data_offers(settings: Settings) -> dict[str, object]:
 
 
 def has_equal_data(first: Settings, second: Settings) -> bool:
-    """Return whether `build_data` returns equal objects for two configs.
+    """Return whether `build_data` returns equal data for two configs.
 
-    The shape, the dtype and the numbers of outputs and classes may differ, because a config may leave them null.
+    The keys in READ_FROM_DATA, such as `data.input_shape`, are not compared, because a config may leave them null.
     """
     values = [
         {
@@ -298,7 +308,7 @@ def _read_fitted(resume: object) -> Plain | None:
 
 
 def _whole_numbers(key: str, node: object) -> Iterator[int]:
-    """Yield the integers at each key with a given name, at any depth of nested dicts and lists."""
+    """Yield the integers stored under the name `key`, at any depth of nested dicts and lists."""
     if isinstance(node, Mapping):
         yield from (value for name, value in node.items() if name == key and isinstance(value, int))
     if isinstance(node, Mapping | list):
@@ -307,7 +317,7 @@ def _whole_numbers(key: str, node: object) -> Iterator[int]:
 
 
 def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") -> nn.Module:
-    """Build the model with weights initialized from the run's seed. Lazy layers get their sizes from the data.
+    """Build the model with weights initialized from the run's seed. Sizes of lazy layers are inferred from the data.
 
     Args:
         settings: Settings of the run.
@@ -325,8 +335,8 @@ def build_network(settings: Settings, spec: DataSpec, *, device: str = "cpu") ->
 def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
     """Build the user's LightningModule with weights initialized from the run's seed.
 
-    If the module contains a network of exp, such as `net: ${model}`, the network's lazy layers get their sizes from the
-    data.
+    If a parameter of the module is a network of exp, as in `net: ${model}`, the sizes of its lazy layers are inferred
+    from the data.
 
     Args:
         settings: Settings of the run.
@@ -338,7 +348,7 @@ def build_module(settings: Settings, *, device: str = "cpu") -> LightningModule:
     initialisation(settings.seed)
     with torch.device(device):
         with warnings.catch_warnings():
-            # save_hyperparameters() warns about saving layers twice. exp's checkpoints leave the second copy out.
+            # save_hyperparameters() warns that it saves layers twice. exp's checkpoints do not contain the second copy.
             warnings.filterwarnings("ignore", "Attribute '.+' is an instance of `nn.Module` and is already saved")
             module: LightningModule = _build(settings, settings.module, "module")
         if "_modules" not in vars(module):
@@ -361,9 +371,13 @@ def build_data_module(settings: Settings) -> LightningDataModule:
 
 
 def prepare(network: nn.Module, settings: Settings) -> None:
-    """Initialize the weights of a network, add LoRA layers and freeze parameters, as far as the settings ask for it.
+    """Initialize weights, add LoRA layers and freeze parameters of a network in place, as the settings specify.
 
-    If a lazy layer does not have its shape yet, parameters are only frozen. Networks with LoRA layers are not changed.
+    If a lazy layer has no shape yet, only the freezing is done. A network that already has LoRA layers is not changed.
+
+    Args:
+        network: Network to change.
+        settings: Settings of the run.
 
     Raises:
         ConfigError: A pattern matches no parameter or layer.
@@ -380,12 +394,14 @@ def prepare(network: nn.Module, settings: Settings) -> None:
 
 
 def build_freezing(network: nn.Module, settings: Settings) -> Freezing:
-    """Return the parameters of a network that `freeze` selects, with the epochs at which they are unfrozen."""
+    """Return the parameters of a network that the config node `freeze` selects, with the epochs that unfreeze them."""
     return find_frozen(network, **vars(settings.freeze))
 
 
 def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
-    """Build the model and, if `weights.from` is set, load its weights from that file.
+    """Build the model with the weights with which training starts.
+
+    If `weights.from` is set, the weights are loaded from this file. Otherwise they are initialized from the run's seed.
 
     Raises:
         RunError: The weights cannot be read.
@@ -398,7 +414,7 @@ def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
 
 
 def build_unsized_network(settings: Settings, *, device: str = "cpu") -> nn.Module:
-    """Build the model with weights initialized from the run's seed. Lazy layers get sizes in the first forward.
+    """Build the model with weights initialized from the run's seed. Lazy layers have no shape before the first forward.
 
     Args:
         settings: Settings of the run.
@@ -421,7 +437,7 @@ def build_objective(settings: Settings) -> Objective:
 def build_optimization(
     settings: Settings, *, optimizer: str = "optimizer", scheduler: str = "scheduler"
 ) -> Optimization:
-    """Build the factories of the optimizer and of the learning rate schedule.
+    """Build the functions that create the optimizer and the learning rate schedule later.
 
     Args:
         settings: Settings of the run.
@@ -449,22 +465,27 @@ def _build(settings: Settings, node: object, key: str, **offers: object) -> Any:
 
 
 def _split_reserved(node: Plain, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a node into the values that exp reads and the values that the target gets."""
+    """Split a node into two dicts by its keys.
+
+    Returns:
+        Values that exp reads itself.
+        Values that are passed to the `_target_`.
+    """
     own = {name: node[name] for name in slot_of(key).reserved if name in node}
     return own, {name: value for name, value in node.items() if name not in own}
 
 
 def _as_partial(node: Plain) -> dict[str, Any]:
-    """Return a node with `_partial_: true`, also in the nodes of its list `schedulers`.
+    """Return a copy of a node with `_partial_: true`. Nodes in its list `schedulers` are changed in the same way.
 
-    The objects are built later, because a schedule needs the optimizer, and the optimizer needs the parameters.
+    The node then builds a functools.partial, because a schedule needs the optimizer, which needs the parameters.
     """
     parts = {"schedulers": list(map(_as_partial, node["schedulers"]))} if "schedulers" in node else {}
     return {**node, **parts, "_partial_": True}
 
 
 def build_phases(settings: Settings) -> list[Phase]:
-    """Build the phases of a run, in order. A phase without optimizer or schedule uses those of the run."""
+    """Build the phases of a run, in order. A phase without an optimizer or a schedule uses that of the run."""
     phases = []
     for name, entry in settings.phases.items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}
@@ -484,19 +505,22 @@ def build_phases(settings: Settings) -> list[Phase]:
 
 
 def build_entries(settings: Settings, group: str, **offers: object) -> dict[str, Any]:
-    """Build the objects of a group with named entries, such as `hooks`.
+    """Build the objects of a config group with named entries, such as `hooks`.
 
     Args:
         settings: Settings of the run.
         group: Name of the group.
-        **offers: Additional arguments by parameter, as in `construct`.
+        **offers: Additional arguments by parameter name. See `construct`.
+
+    Returns:
+        Objects by the name of their entry.
     """
     entries: Plain = getattr(settings, group)
     return {name: _build(settings, node, f"{group}.{name}", **offers) for name, node in entries.items()}
 
 
 def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
-    """Build the loggers of a run. Loggers that cannot be created are left out.
+    """Build the loggers of a run. A logger that cannot be created is skipped with a warning.
 
     Args:
         settings: Settings of the run.
@@ -516,7 +540,10 @@ def build_loggers(settings: Settings, directory: Path) -> dict[str, Logger]:
 
 
 def build_measures(settings: Settings) -> dict[str, Measure]:
-    """Build the metrics of a run by name. A Measure combines a metric with the names of the values it compares.
+    """Build the metrics of a run.
+
+    Returns:
+        Measures by name. A Measure is a metric with the names of the output and the target that it compares.
 
     Raises:
         ConfigError: A constructor rejects its arguments.
@@ -534,7 +561,7 @@ def build_measures(settings: Settings) -> dict[str, Measure]:
 
 
 def build_run_precision(settings: Settings, *, device_type: str) -> RunPrecision:
-    """Build Lightning's precision plug-in from the nodes `precision` and `runtime`.
+    """Build Lightning's precision plug-in from the config nodes `precision` and `runtime`.
 
     Args:
         settings: Settings of the run.

@@ -37,9 +37,10 @@ class ErrorDetails:
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. None: the fix is unknown.
         source: File and line that set the value, or the command line.
-        origins: Other keys of the config. If one is set, its source is reported instead of the source of `key`.
-        at: Line and column, from 1, in the forward program at `key`. None: `source` contains the position.
-        subject: Name that distinguishes several errors of one key, such as a column of the data.
+        origins: Other config keys that may have caused the error. If a file or the command line sets one of them, its
+            source is reported instead of the source of `key`.
+        at: Line and column, from 1, in the model's forward program at `key`. None: `source` contains the position.
+        subject: Name that distinguishes several errors of the same key, such as the name of a data column.
     """
 
     key: str
@@ -155,7 +156,8 @@ def missing_value(key: str, expected: str, fix: str | None = None, *, got: str =
         key: Dotted config key.
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. Default: none.
-        got: "null" for a key with the value null, "nothing" or "no such key" for a key that does not exist.
+        got: Description of the missing value: "null" for a key with the value null, "nothing" or "no such key" for a
+            key that does not exist.
     """
     return ErrorDetails(key, got, expected, fix)
 
@@ -170,14 +172,15 @@ def constructor_error(
 ) -> ErrorDetails:
     """Return the config error for an exception that a constructor raised.
 
-    If the message is `NAME is VALUE; expected NOUN PHRASE`, the error is reported at the key of the parameter NAME.
+    If the exception's message is `NAME is VALUE; expected NOUN PHRASE`, the error is reported at the key of the
+    parameter NAME.
 
     Args:
         error: Exception of the constructor.
         key: Dotted key of the constructor's node.
         known: Names of the parameters in the node.
-        got: Description of the problem, which is used if the message has another form.
-        make: Call of the constructor. Classes of libraries are called again with other values, to find the parameter
+        got: Description of the problem. It is used if the exception's message has another format.
+        make: The failed call. If the class is of a library, it is called again with other values, to find the parameter
             that causes the exception. None: the parameter is not searched for.
     """
     got, message = shorten(got), message_of(error)
@@ -208,15 +211,15 @@ def shorten(message: str, *, most: int = 400) -> str:
 def find_rejected_parameter(
     call: Callable[..., object], given: Call, *, accepts: Callable[[object], bool] = lambda _: True
 ) -> str | None:
-    """Return the parameter that makes a call fail; None if no single parameter is found.
+    """Return the name of the parameter that makes a call fail; None if no single parameter is found.
 
-    Parameters are tested one by one: the call is repeated with the default or a small number as the parameter's value.
-    The first parameter for which the repeated call succeeds is returned.
+    The call is repeated for each parameter. The parameter's value is replaced by its default, or by 1 or 2. The first
+    parameter for which the repeated call succeeds is returned.
 
     Args:
-        call: Function to call with one changed argument by name.
-        given: Function with all its arguments.
-        accepts: Function that returns whether the result of `call` is a success. Default: any result.
+        call: Function that is called with the changed parameter as a keyword argument.
+        given: Failed call: a function with all its arguments.
+        accepts: Function that returns whether the result of `call` is a success. Default: any result is a success.
     """
     call = functools.partial(call, *given.args, **given.keywords) if call is given.func else call
     parameters = inspect.signature(given.func).parameters
@@ -234,9 +237,9 @@ def find_rejected_parameter(
 
 
 def _find_named(message: str, names: Collection[str]) -> str | None:
-    """Return the parameter that a message names.
+    """Return the parameter name that occurs in a message; None if several names are possible.
 
-    If the message names no parameter and there is only one, return that one. If several are possible, return None.
+    If no name occurs in the message and `names` has only one name, return this name.
     """
     named = [name for name in names if re.search(rf"\b{re.escape(name)}\b", message)] or list(names)
     return named[0] if len(named) == 1 else None
@@ -248,7 +251,8 @@ class ExpError(Exception):
     exit_status = 1
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By default, an exception is unpickled by calling its class with the message, which these classes do not take.
+        # By default, pickle calls the exception's class with the message. The constructors of these classes have other
+        # parameters.
         return _unpickle, (type(self), self.args, vars(self))
 
 
@@ -263,7 +267,7 @@ class ConfigError(ExpError):
 
     Args:
         errors: Errors of the config.
-        note: Last line of the message. Default: none.
+        note: Text for the last line of the message. Default: none.
     """
 
     exit_status = 2
@@ -324,7 +328,8 @@ class MissingExtraError(ExpError):
 def is_installed(package: str) -> bool:
     """Return whether a package is installed.
 
-    A folder with the package's name in the working directory, such as the `wandb` of W&B, is not counted as a package.
+    A folder without `__init__.py` does not count as a package, because W&B writes a folder `wandb` to the working
+    directory.
     """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
@@ -344,8 +349,8 @@ class UserCodeError(RunError):
     Attributes:
         what: Action that failed, such as `reading sample 40 of train`.
         cause: Type and message of the exception, in one line.
-        frames: Frames of the user's code in the traceback, as Python prints them. It is a text, so that the workers of
-            a loader can send it.
+        frames: Text with the traceback's frames in the user's code, as Python prints them. Tracebacks cannot be
+            pickled, but worker processes of a data loader must send the error.
         command: Command that resumes the run. None: the command is unknown, or no checkpoint was saved.
     """
 
@@ -361,7 +366,7 @@ class UserCodeError(RunError):
 
     @classmethod
     def of(cls, error: BaseException, *, what: str) -> UserCodeError:
-        """Return the error for an exception that was caught.
+        """Return the UserCodeError for a caught exception.
 
         Args:
             error: Caught exception, with its traceback.
@@ -378,8 +383,8 @@ class UserCodeError(RunError):
 def chain_of(error: BaseException, *, explicit: bool = False) -> Iterator[BaseException]:
     """Yield an exception, its cause, the cause of the cause, and so on.
 
-    The chain ends at an exception that was yielded before. With OC_CAUSE=1, or under a debugger, OmegaConf raises
-    exceptions that are their own cause.
+    The chain ends before an exception that was already yielded. Such cycles exist, because OmegaConf raises exceptions
+    that are their own cause if OC_CAUSE=1 is set or a debugger runs.
 
     Args:
         error: First exception.
@@ -442,9 +447,12 @@ def user_location(error: BaseException) -> str:
 
 
 def innermost_frame(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
-    """Return the innermost frame of the user's code below a frame of exp.
+    """Return the innermost frame of the user's code that exp has called.
 
-    If there is no such frame, return the innermost frame of the stack.
+    If exp has called no code of the user, return the innermost frame of the stack.
+
+    Args:
+        stack: Frames of a stack, the outermost first.
     """
     called = itertools.dropwhile(lambda frame: not frame.filename.startswith(_FOREIGN[0]), stack)
     return ([frame for frame in called if is_user_code(frame.filename)] or stack)[-1]
@@ -466,8 +474,8 @@ class RankError(RunError):
 
     Attributes:
         rank: Global rank that failed.
-        reason: Reason in one line, as the end of a sentence about the rank.
-        detail: Traceback, stack or end of a log. Default: none.
+        reason: Reason in one line, as the predicate of a sentence about the rank, such as "was killed".
+        detail: Further lines of the message: a traceback, a stack or the end of a log. Default: none.
         command: Command that resumes the run. None: the command is unknown, or no checkpoint was saved.
     """
 
@@ -486,7 +494,7 @@ class Interrupted(ExpError):
     Attributes:
         signum: Number of the signal.
         checkpoint: Path of the saved checkpoint. None: no state was saved.
-        detail: Text about ranks that did not exit in time. Default: none.
+        detail: Description of the ranks that did not exit in time. Default: none.
         command: Command that resumes the run. None: the command is unknown.
     """
 

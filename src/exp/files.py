@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from exp.redaction import redact
 
-# Names of unfinished files, including those that earlier versions of exp used for checkpoints.
+# Names of the temporary files of atomic writes. The second pattern is that of earlier versions of exp, for checkpoints.
 PARTIAL = re.compile(r"\..+\.\d+\.\d+\.partial|\.(last|best)\.ckpt\.partial")
 PROBE_SECONDS = 0.1
 
@@ -46,8 +46,8 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         path: File to write.
-        is_synced: Sync the file to disk, so that its content survives a crash of the machine. Otherwise it only
-            survives a crash of the process.
+        is_synced: Sync the file to disk, so that its content survives a crash of the machine. If false, the content
+            survives only a crash of the process.
 
     Raises:
         OSError: The file cannot be written. The error contains `path`.
@@ -73,16 +73,16 @@ def open_atomic(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def is_valid_path(text: str) -> bool:
-    """Return whether a path is short enough for file systems, also after exp appends a suffix to its name."""
+    """Return whether a path is short enough for file systems. The limits leave room for a suffix that exp appends."""
     return len(text) < 2000 and all(len(part.encode(errors="replace")) <= 250 for part in text.split("/"))
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path of the temporary file that will replace a file.
+    """Return the path of the temporary file that an atomic write renames to `path`.
 
-    It is in the same directory, because a rename to another file system would copy the file.
+    The temporary file is in the same directory, because a rename to another file system would copy the file.
     """
-    # The name contains process and thread, because several of them may write the same file at once.
+    # The name contains the ids of process and thread, because several threads may write the same file at once.
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
@@ -91,7 +91,8 @@ def remove_partial_files(directory: Path, *, levels: int = 0) -> None:
 
     Args:
         directory: Directory to search.
-        levels: Levels of subdirectories to search. It is limited, because a run directory may contain other data.
+        levels: Levels of subdirectories to search. Default: 0, only the directory itself. Deeper levels are not
+            searched, because a run directory may contain other data.
     """
     for path in (path for level in range(levels + 1) for path in directory.glob("*/" * level + ".*.partial")):
         # Errors are ignored, because the file may be removed already or belong to another user.
@@ -107,7 +108,7 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
     Args:
         file: Open file.
-        wait: Wait until another process releases its lock.
+        wait: If another process has a lock on the file, wait until that process releases it.
 
     Returns:
         True if this process has the lock. False if another process has it, or the file system supports no locks.
@@ -121,13 +122,14 @@ def lock(file: BinaryIO, *, wait: bool = True) -> bool:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
-    """Lock an existing file or directory during the context, if the file system supports locks.
+    """Lock an existing file or directory during the context.
 
-    Forked child processes do not keep the lock.
+    If the file system does not support locks, the context has no effect. Forked child processes do not keep the lock.
 
     Args:
         path: File or directory.
-        alone: Raise an error if another program has the lock. By default, the context is entered without the lock.
+        alone: If another program has the lock, raise an error. By default, the context is then entered without the
+            lock.
 
     Raises:
         BlockingIOError: `alone` is true, and another program has the lock.
@@ -145,7 +147,10 @@ def hold_lock(path: Path, *, alone: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def close_in_forks(file: BinaryIO) -> Iterator[None]:
-    """Close a file in each process that is forked during the context, because the child would keep the file's lock."""
+    """Close a file in each child process that is forked during the context.
+
+    An open file would keep the file's lock in the child.
+    """
     descriptor = file.fileno()
     _held_here.add(descriptor)
     try:
@@ -155,16 +160,19 @@ def close_in_forks(file: BinaryIO) -> Iterator[None]:
 
 
 def _is_held_elsewhere(descriptor: int) -> bool:
-    """Try to lock a file for at most PROBE_SECONDS. Return whether another program has the lock.
+    """Try for at most PROBE_SECONDS to lock a file. Return whether another program has the lock.
 
-    If the file system supports no locks, return False.
+    If the file system does not support locks, return False.
+
+    Args:
+        descriptor: Descriptor of the open file.
     """
     ends = time.monotonic() + PROBE_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # `is_locked` of another process holds the lock for a moment.
+            # The function `is_locked` of another process may have locked the file for a moment.
             if time.monotonic() > ends:
                 return True
             time.sleep(0.005)
@@ -175,7 +183,10 @@ def _is_held_elsewhere(descriptor: int) -> bool:
 
 
 def _close_held() -> None:
-    """Close all locked files in a forked process, because a child such as a loader's worker may outlive its parent."""
+    """Close all locked files in a forked child process.
+
+    A child, such as the worker of a data loader, may run longer than its parent and would keep the locks.
+    """
     for descriptor in _held_here:
         os.close(descriptor)
     _held_here.clear()
@@ -188,7 +199,7 @@ os.register_at_fork(after_in_child=_close_held)
 def is_locked(path: Path) -> bool:
     """Return whether another program has locked a file or directory.
 
-    Return False if the path does not exist or the file system supports no locks.
+    Return False if the path does not exist or the file system does not support locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

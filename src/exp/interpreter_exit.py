@@ -41,9 +41,9 @@ def exit_without_teardown(status: int) -> int:
     The function returns only if the interpreter must exit normally, for one of these reasons:
 
     - torch is not imported, so the teardown is fast.
-    - Modules are imported that are neither of exp nor of its dependencies. They may have work to do at exit.
+    - Modules are imported that do not belong to exp or its dependencies. Such modules may have work to do at exit.
     - exp is a part of another program, or runs in a debugger or a profiler.
-    - CUDA is in use. Its tools write their output when libraries are unloaded.
+    - CUDA is in use. CUDA's profilers write their output when libraries are unloaded.
     - Standard output cannot be written. The interpreter reports this error.
 
     Args:
@@ -69,7 +69,10 @@ def is_program() -> bool:
 
 
 def has_foreign_code() -> bool:
-    """Return whether an imported module is neither of Python, exp nor a dependency of exp, such as a user's module."""
+    """Return whether a module is imported that does not belong to Python, exp or a dependency of exp.
+
+    An example is a module of the user.
+    """
     program = sys.modules["__main__"]  # a spawned process also has this module under another name
     for name, module in tuple(sys.modules.items()):
         path = str(getattr(module, "__file__", None))
@@ -85,7 +88,8 @@ def finish() -> bool:
     """Wait for threads, run exit functions and flush the streams, like the interpreter before its teardown.
 
     Returns:
-        True on success. After an error False: the process must exit normally, so that the interpreter reports it.
+        True on success. False if a thread, an exit function or a stream raised an error. The process must then exit
+        normally, so that the interpreter reports the error.
     """
     try:
         vars(threading)["_shutdown"]()  # a private function of Python, tested with 3.11

@@ -47,7 +47,7 @@ def pause_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while modules are imported.
 
     The imports of torch and Lightning would trigger five full collections, which take 0.4 s. At the end of the context,
-    all objects are excluded from later collections, unless exp is a part of another program.
+    all existing objects are excluded from later collections if the process runs only a command of exp.
 
     Do not fork in the context, because garbage collection would stay disabled in the child.
     """
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A wrapper of a module's loader. Imports of a package in the module return stubs.
+    """Loader of a module in which the imports of one package return stubs instead of the real package.
 
     Args:
         real: Loader of the module.
@@ -116,7 +116,7 @@ class _Loader(Loader):
 
 
 class _StandIn(ModuleType):
-    """A stub of a module that defines some names. For any other name, it imports the real module.
+    """Stub of a module. If a name is read that the stub does not define, the real module is imported.
 
     Args:
         name: Name of the module.
@@ -134,9 +134,9 @@ class _StandIn(ModuleType):
 
 
 def instances_of(module: str, name: str) -> type:
-    """Return a class that can replace `module.name` in isinstance() without importing the module.
+    """Return a class that can replace the class `module.name` in isinstance() without importing the module.
 
-    Before the module is imported, isinstance() is False for all objects.
+    isinstance() returns False for all objects until other code imports the module.
     """
 
     class Meta(type):
@@ -148,7 +148,14 @@ def instances_of(module: str, name: str) -> type:
 
 
 def _style(*arguments: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that runs a function in matplotlib.pyplot.style.context, imported at the first call."""
+    """Return a decorator that runs a function within matplotlib.pyplot.style.context.
+
+    matplotlib is imported when the decorated function is called.
+
+    Args:
+        *arguments: Positional arguments of style.context.
+        **named: Keyword arguments of style.context.
+    """
 
     def decorate(plot: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plot)

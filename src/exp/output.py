@@ -23,18 +23,20 @@ from exp.redaction import has_revealed, redact
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Attribute of a log record with the name of the output that cannot be written, and the error.
+# Attribute that `warn_not_written` adds to a log record. Its value has the name of the lost output, and the error.
 NOT_WRITTEN = "not_written"
 # Error numbers of a full disk.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def warn_not_written(what: str, error: BaseException) -> None:
-    """Log a warning that the run continues without an output. `NotWritten` collects the warning for the report.
+    """Log a warning that an output, such as a logger or a file, failed and that the run continues without it.
+
+    The log handler `NotWritten` collects these warnings for the report.
 
     Args:
         what: Name of the output.
-        error: Exception of the failed write.
+        error: Exception that ended the output.
     """
     entry = {"what": what, "error": describe_exception(error)}
     # The traceback of an OSError would not help. Tracebacks of other errors are written to train.log.
@@ -49,7 +51,7 @@ def warn_not_written(what: str, error: BaseException) -> None:
 
 
 def describe_write_error(place: object, error: OSError) -> str:
-    """Return a message about a file or folder that cannot be written: the system's message and a fix.
+    """Return a message about a file or folder that cannot be written. It contains the system's message and a fix.
 
     Args:
         place: Path of the file or folder.
@@ -60,7 +62,7 @@ def describe_write_error(place: object, error: OSError) -> str:
 
 
 class NotWritten(logging.Handler):
-    """A log handler that collects the warnings of `warn_not_written` for the report.
+    """Log handler that collects the warnings of `warn_not_written` for the run's report.
 
     Args:
         entries: List to which a dict with the keys `what` and `error` is appended for each warning.
@@ -77,17 +79,17 @@ class NotWritten(logging.Handler):
 
 
 class SafeStream:
-    """A wrapper of a text stream that never raises an error. After the first failed write, output is discarded.
+    """Wrapper of a text stream that ignores failed writes. After the first failed write, all output is discarded.
 
-    Writes fail for a closed pipe (`| head -1`), a full disk, a closed terminal, or a stream that was closed before the
-    process started.
+    Writes fail if a pipe is closed (`| head -1`), the disk is full, the terminal is closed, or the stream was closed
+    before the process started.
 
     Args:
         stream: Stream to write to.
         name: Name of the stream in messages.
 
     Attributes:
-        lost: Error of the first failed write. None: no write has failed.
+        lost: Error of the first failed write. None: all writes succeeded.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -124,7 +126,7 @@ class SafeStream:
 def discard_output(stream: TextIO) -> None:
     """Redirect a stream's file descriptor to /dev/null.
 
-    This discards the stream's buffer, output of C code, and the flush at Python's exit.
+    The text in the stream's buffer is then discarded when Python exits. Output of C code is discarded, too.
     """
     with suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:  # a notebook's stream has no descriptor
         os.dup2(nowhere.fileno(), stream.fileno())
@@ -133,7 +135,7 @@ def discard_output(stream: TextIO) -> None:
 def exit_status(
     command: Callable[[], Result], *, interrupted: str = "interrupted", error_status: int | None = None
 ) -> Result | int:
-    """Run a command, and print errors that users can fix to standard error.
+    """Run a command, and print errors that users can fix to standard error instead of raising them.
 
     Args:
         command: Function to run.
@@ -141,7 +143,8 @@ def exit_status(
         error_status: Exit status after an ExpError. Default: `exit_status` of the error.
 
     Returns:
-        Result of the function, which is usually an exit status. After an error, the exit status for the error.
+        Result of `command`, which is usually an exit status. If `command` raised an error, the exit status for the
+        error.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)  # a crash in the user's code prints its stack
@@ -189,8 +192,9 @@ def command(
     The decorated function reads `sys.argv` by default, prints errors, and returns the exit status.
 
     Args:
-        help: Text to print for -h and --help. None: the command handles these flags.
-        interrupted, error_status: See `exit_status`.
+        help: Text to print for -h and --help. None: the command itself handles these flags.
+        interrupted: Message to print after a Ctrl-C that the command does not handle.
+        error_status: Exit status after an ExpError. Default: `exit_status` of the error.
     """
 
     def decorate(run: Callable[[Sequence[str]], int]) -> Main:
@@ -212,9 +216,9 @@ def command(
 
 @contextmanager
 def survive_output_errors() -> Iterator[None]:
-    """Ignore failed writes to standard output and standard error in the context, after one warning.
+    """Ignore failed writes to standard output and standard error within the context.
 
-    Contexts may be nested. Inner contexts have no effect.
+    The first failed write of each stream logs a warning. Contexts may be nested; inner contexts have no effect.
     """
     before = sys.stdout, sys.stderr
     _occupy_descriptors()
@@ -232,9 +236,10 @@ def _make_safe(stream: TextIO, name: str) -> TextIO:
 
 
 def _occupy_descriptors() -> None:
-    """Open each of the file descriptors 0 to 2 that is closed.
+    """Open /dev/null at each of the file descriptors 0, 1 and 2 that is closed.
 
-    Otherwise the next opened file would get the descriptor, and standard output would be written to that file.
+    If a descriptor stayed closed, the next opened file would get its number. Standard output would then be written to
+    this file.
     """
     for descriptor in range(3):
         try:

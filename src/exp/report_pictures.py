@@ -56,7 +56,15 @@ def draw_report_pictures(directory: Path, *, tags: Iterable[str]) -> dict[str, b
 
 
 def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
-    """Draw curves by tag in one picture, uint8 `[H, W, 3]`. Return None if no curve has two points."""
+    """Draw several curves in one picture.
+
+    Args:
+        named: Curves by tag.
+        title: Title of the picture.
+
+    Returns:
+        Picture, uint8 `[H, W, 3]`. None if no curve has two points.
+    """
     thinned = {tag: _thin_out(curve) for tag, curve in named.items()}
     if not any(len(steps) > 1 for steps, _ in thinned.values()):
         return None
@@ -69,10 +77,12 @@ def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
 
 
 def _thin_out(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a curve, averaged over neighboring points to at most MOST_POINTS points.
+    """Return the steps and the values of a curve with at most MOST_POINTS points.
+
+    A longer curve is shortened by averaging groups of neighboring points.
 
     Shape:
-        Both arrays: `[N]`, N is the number of points.
+        Both arrays: `[N]`, where N is the number of points.
     """
     every = -(-len(curve.steps) // MOST_POINTS)
     if every == 1:

@@ -42,7 +42,8 @@ def handle_signals(
 
     Args:
         handler: Handler to install.
-        over: Replace only these previous handlers. None: replace all.
+        over: Handlers that may be replaced. A signal with another handler is not changed. None: all handlers are
+            replaced.
     """
     before: dict[int, Handler] = {}
     if threading.current_thread() is threading.main_thread():
@@ -81,7 +82,9 @@ class SignalFlag:
                 self._before[signum] = signal.signal(signum, self._remember)
 
     def restore(self) -> None:
-        """Restore the previous handlers. A handler that other code has installed since `install` is kept.
+        """Restore the handlers that were installed before `install`.
+
+        If other code has installed a handler after `install`, this handler is kept.
 
         This method may be called several times.
         """
@@ -114,11 +117,12 @@ def _is_supervised() -> bool:
 def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
     """Raise Interrupted in the context when a signal arrives.
 
-    Use it while there is no state to save. From the first to the last batch, the callback Stopping replaces the
-    handlers. KeyboardInterrupt is not used, because Lightning 2.6.6 turns it into SystemExit and then ignores SIGINT.
+    This context is for the time in which a run has no state to save. From the first to the last batch, the callback
+    Stopping installs other handlers. KeyboardInterrupt is not raised, because Lightning 2.6.6 converts
+    KeyboardInterrupt to SystemExit and then ignores SIGINT.
 
     Yields:
-        List of the raised exceptions, for `find_interruption`.
+        List to which each raised exception is appended. Pass it to `find_interruption`.
     """
     raised: list[Interrupted] = []
 
@@ -132,13 +136,13 @@ def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
 
 
 def find_interruption(error: BaseException, raised: Sequence[Interrupted]) -> BaseException:
-    """Return the Interrupted in the chain of causes of an error, or else the error itself.
+    """Return the exception Interrupted that caused an error; the error itself if no signal caused the error.
 
-    OmegaConf and Lightning may catch Interrupted and raise another error.
+    The search is needed because OmegaConf and Lightning may catch Interrupted and raise another error.
 
     Args:
         error: Caught exception.
-        raised: Exceptions that the signal handler raised.
+        raised: Exceptions that the signal handler of `raise_on_signal` raised.
     """
     return next((cause for cause in chain_of(error) if any(cause is one for one in raised)), error)
 

@@ -19,16 +19,16 @@ LIKENESS = 0.6
 
 
 def find_nearest(word: str, known: Iterable[str], *, count: int = 1, likeness: float = LIKENESS) -> list[str]:
-    """Return the names that are most similar to a word, with the most similar first.
+    """Return the names that are similar to a word, the most similar first.
 
-    Case and the signs - and _ are ignored. If the word is the beginning or a part of a name, its likeness to the name
-    is at least 0.8.
+    Case, hyphens and underscores are ignored. If the word is the beginning or a part of a name, the likeness of the
+    name is at least 0.8.
 
     Args:
         word: Word as typed.
         known: Names to compare with the word.
-        count: Largest number of returned names.
-        likeness: Smallest likeness of a returned name, from 0 to 1 (equal).
+        count: Maximum number of returned names.
+        likeness: Minimum likeness of a returned name. 0 means different, 1 means equal.
     """
     ranked = sorted(((-_likeness(word, name), name) for name in dict.fromkeys(known)), key=lambda pair: pair)
     return [name for unlike, name in ranked if -unlike >= likeness][:count]
@@ -44,18 +44,28 @@ def is_typo(word: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return a fix with the most similar of some names, such as `Did you mean lr?`; None if no name is similar."""
+    """Return a fix that proposes the name most similar to a word, such as `Did you mean lr?`.
+
+    Args:
+        word: Word as typed.
+        known: Names to compare with the word.
+
+    Returns:
+        The fix. None if no name is similar.
+    """
     found = find_nearest(word, known)
     return f"Did you mean {found[0]}?" if found else None
 
 
 def among(names: Iterable[str], *, word: str = "", count: int = 8) -> str:
-    """Return a list of names for a message. A long list is shortened and ends with the total number of names.
+    """Return names as text for a message, separated by commas.
+
+    If there are more than `count` names, the text contains only some names and the total number of names.
 
     Args:
         names: Names to list.
-        word: Word as typed. In a shortened list, the most similar names come first.
-        count: Largest number of names in the list.
+        word: Word as typed. If the text contains only some names, the names most similar to the word come first.
+        count: Maximum number of names that are all listed.
     """
     names = list(dict.fromkeys(names))
     if len(names) <= count:
@@ -108,11 +118,14 @@ def habits() -> dict[str, Any]:
 
 
 def fix_of_key(key: str, value: str) -> str | None:
-    """Return a fix for a key that has another name in exp; None if the key is not in habits.yaml.
+    """Return a fix for a key of another framework that has a different name in exp.
 
     Args:
         key: Dotted key as typed.
-        value: Value as typed, which the fix repeats.
+        value: Value as typed. The fix contains this value.
+
+    Returns:
+        The fix. None if the key is not in habits.yaml.
     """
     keys: Mapping[str, str] = habits()["keys"]
     if key in keys:
@@ -127,7 +140,15 @@ def fix_of_key(key: str, value: str) -> str | None:
 
 
 def fix_of_value(key: str, value: object) -> str | None:
-    """Return a fix for a value of Lightning or torch, such as `16-mixed`; None if it is not in habits.yaml."""
+    """Return a fix for a value of Lightning or torch, such as `16-mixed`.
+
+    Args:
+        key: Dotted key.
+        value: Value as typed.
+
+    Returns:
+        The fix. None if the value is not in habits.yaml.
+    """
     word = str(value).strip("'\"").lower()
     group = {"trainer.precision": "precision", "trainer.strategy": "strategy"}.get(key, "")
     return _fix_of_choice(group, word) or _entry(habits()["values"], key, word)
@@ -138,7 +159,7 @@ def fix_of_flag(flag: str, value: str) -> str | None:
 
     Args:
         flag: Flag as typed.
-        value: Value of the flag, which the fix repeats.
+        value: Value of the flag. The fix contains this value.
     """
     if flag.endswith(".help"):
         return "Write --cfg job"
@@ -152,7 +173,7 @@ def fix_of_subcommand(word: str) -> str | None:
 
 
 def call_forms() -> Mapping[str, str]:
-    """Return the functions that overrides may call, such as `range`, each with its syntax."""
+    """Return the syntax of each function that overrides may call, such as `range`, by the name of the function."""
     forms: Mapping[str, str] = habits()["calls"]
     return forms
 
@@ -163,7 +184,14 @@ def command_of(word: str) -> str | None:
 
 
 def target_of_habit(dotted: str) -> str | None:
-    """Return the dotted name that exp accepts for a class with several names; None if it is not in habits.yaml."""
+    """Return the dotted name of a class for exp, such as `torch.nn.Linear` for `nn.Linear`.
+
+    Args:
+        dotted: Dotted name as typed.
+
+    Returns:
+        The name that exp accepts. None if habits.yaml contains neither the typed name nor its package.
+    """
     for other, name in habits()["targets"].items():
         if dotted == other or (other.endswith(".") and dotted.startswith(other)):
             return f"{name}{dotted[len(other) :]}"
@@ -171,7 +199,15 @@ def target_of_habit(dotted: str) -> str | None:
 
 
 def fix_of_option(group: str, option: object) -> str | None:
-    """Return a fix for an option that has another name in exp; None if the option is not in habits.yaml."""
+    """Return a fix for an option of a config group that has another name in exp.
+
+    Args:
+        group: Config group.
+        option: Option as typed.
+
+    Returns:
+        The fix. None if the option is not in habits.yaml.
+    """
     return _fix_of_choice(group, str(option)) or _entry(habits()["options"], group, str(option))
 
 

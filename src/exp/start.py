@@ -41,8 +41,9 @@ def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> R
 
     Args:
         config: Composed config.
-        begin: Function that writes the checkpoint to resume from into the run directory, and returns its path. It is
-            called with the run directory. None: the run starts as the config sets.
+        begin: Function that writes a checkpoint into the run directory and returns the checkpoint's path. The run
+            resumes from this checkpoint. The argument of the function is the run directory. None: the config decides
+            how the run starts.
 
     Returns:
         The report, which is also written to the run directory.
@@ -62,13 +63,14 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
 
     Args:
         directory: Run directory.
-        found: Result of `newest_of` for the directory. None: `newest_of` is called.
+        found: Checkpoints that `newest_of` found in the directory. None: `newest_of` is called.
 
     Returns:
         The report, as `fit` returns it.
 
     Raises:
-        RunError: The run does not have an intact checkpoint. The other errors are those of `fit`.
+        RunError: The run directory contains no intact checkpoint.
+        Exception: Any error that `fit` raises.
     """
     decided = plan(read_resolved(directory))
     found = newest_of(directory) if found is None else found
@@ -83,7 +85,10 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
 
 
 def fit_job(config: DictConfig) -> Report:
-    """Run a job of a sweep, or resume the job if its run directory exists. Results and errors are those of `fit`."""
+    """Run a job of a sweep. If the run directory contains a checkpoint, resume the job from it.
+
+    Results and errors are those of `fit`.
+    """
     directory = Path(config[COMPOSITION].directory)
     if (directory / "config.yaml").is_file():
         found = newest_of(directory)
@@ -100,13 +105,13 @@ def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
     Args:
         directory: Run directory.
         decided: Plan of the run.
-        start: Checkpoint to resume from. None: the run starts as the config sets.
+        start: Checkpoint to resume from. None: the config decides how the run starts.
     """
     placement, settings = decided.placement, decided.settings
     if in_process(placement, max_restarts=settings.launch.max_restarts, step_timeout=settings.runtime.step_timeout):
         return run(directory, decided=decided, resume=start)
     threads = threads_of(settings.runtime.threads, operator=decided.operator)
-    del decided  # frees the data, which the ranks read again
+    del decided  # frees the memory of the data, because each rank reads the data itself
     ongoing = Ongoing(directory, settings, overrides=read_overrides(directory), world_size=placement.world_size)
     try:
         launch(
@@ -119,8 +124,8 @@ def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
             allow=settings.security.allow,
         )
     except ExpError as error:
-        # The report is written again, because a killed rank writes none, and the report of another rank has the wrong
-        # cause.
+        # The report is written again, because a killed rank writes no report, and the report of another rank states the
+        # wrong cause.
         write_bad_end(ongoing, error, has_ranks=True)
         if settings.runtime.autoresume:
             requeue(error)

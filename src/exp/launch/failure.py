@@ -1,7 +1,7 @@
 """The reason why a rank failed.
 
-A rank writes the reason to a JSON file. The process that started the rank reads the file. If one rank dies, the other
-ranks fail with "connection closed", so the first cause must be found among the failures of all ranks.
+A rank writes the reason to a JSON file. The process that started the rank reads the file. If one rank dies, all other
+ranks fail with "connection closed". Therefore, `first_cause` searches the failures of all ranks for the original cause.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Failure:
         reason: Reason in one line, as the end of a sentence about the rank.
         detail: Traceback, stack or end of a log. Empty for known errors.
         exit_status: Exit status of the rank.
-        errors: Errors in the config, as fields of ErrorDetails.
+        errors: Errors in the config. Each dict has the fields of ErrorDetails.
         signum: Signal that interrupted the rank. None: the rank was not interrupted.
         checkpoint: Checkpoint that an interrupted rank saved. None: it saved none.
     """
@@ -67,7 +67,7 @@ class Failure:
     checkpoint: str | None = None
 
     def error(self) -> ExpError:
-        """Return the exception to raise for this failure in the process that started the ranks."""
+        """Return the exception that the process that started the ranks raises for this failure."""
         if self.kind == "interrupted" and self.signum is not None:
             return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
         if self.kind == "config" and self.errors:
@@ -86,7 +86,8 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
     if isinstance(error, UserCodeError):
-        # The kind depends on the cause, because a restart may succeed and another rank may have failed first.
+        # The kind is that of the cause, which may be a "peer": a restart may succeed, and another rank may have failed
+        # first.
         kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
         detail = redact(f"{error.what}\n{error.frames}".rstrip())
         return failure(kind=kind, reason=redact(f"failed with {error.cause}"), detail=detail)
@@ -152,28 +153,28 @@ def read_hang(directory: Path, *, rank: int) -> Failure | None:
 def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failure:
     """Return the failure that caused the other failures.
 
-    The choice depends on the kinds of failure, in this order:
+    The function returns the first of these failures that exists:
 
-    1. The earliest death, or else a hang. Other ranks report exceptions because of a death, so exceptions come later.
-    2. The earliest exception: "config", "known" or "bug".
+    1. The earliest death, or else the earliest hang. Both precede exceptions, because a death causes exceptions in
+    other ranks. 2. The earliest exception: "config", "known" or "bug".
     3. The earliest interruption.
     4. The earliest "peer". If the rank waited for another rank until a timeout, the returned failure names a
        rank that does not respond.
 
     Args:
         failures: Failures of ranks, at least one.
-        silent: Ranks that had neither ended nor written a failure when the first failure was detected.
+        silent: Ranks that were running without a failure when the first failure was detected.
     """
     hangs = [failure for failure in failures if failure.kind == "hang"]
     deaths = [failure for failure in failures if failure.kind == "death"]
     reports = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if hangs and not deaths:
-        # All stacks are shown, because ranks that wait in a collective for the hanging rank hang, too.
+        # All stacks are shown, because ranks that wait for the hanging rank in a collective also count as hanging.
         stacks = "\n".join(failure.detail for failure in hangs)
         return dataclasses.replace(min(hangs, key=lambda failure: failure.time), detail=stacks)
     if deaths or reports:
         return min(deaths or reports, key=lambda failure: failure.time)
-    # Interruptions come first, because the other ranks fail after a signal to one rank.
+    # Interruptions precede "peer" failures, because a signal to one rank makes the other ranks fail.
     first = min(failures, key=lambda failure: (failure.kind == "peer", failure.time))
     if first.kind == "peer" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(map(str, silent))

@@ -1,11 +1,11 @@
 """Processes for the jobs of a sweep.
 
-A process is forked from a server that has imported torch, Lightning and exp, so it starts in about 20 ms instead of
-seconds. Jobs run in separate processes, so that their seeds, threads, environment and exit do not affect the sweep or
-other jobs.
+Each process is forked from a server that has already imported torch, Lightning and exp. It therefore starts in about 20
+ms instead of seconds. Jobs run in separate processes, so that their seeds, threads, environment and exit do not affect
+the sweep or other jobs.
 
 The server is the fork server of Python's standard library. It imports no code of users and does not initialize CUDA.
-On other systems than Linux, such a process cannot be forked safely, and each job starts a new interpreter.
+Forking such a process is safe only on Linux. On other systems, each job starts a new interpreter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" e
 
 
 class Died(Exception):
-    """Raised if a process ended without a result. The message is the reason, such as `was killed by SIGSEGV`."""
+    """Error of a process that ended without a result. The message is the reason, such as `was killed by SIGSEGV`."""
 
 
 class JobProcess(Generic[Result]):
-    """A process that runs a generator function and sends each yielded value to this process.
+    """A new process that runs a generator function and sends each yielded value to this process.
 
     Args:
         function: Generator function. The function and its arguments must be picklable.
@@ -93,7 +93,7 @@ class JobProcess(Generic[Result]):
 
     @property
     def handles(self) -> list[Connection | int]:
-        """Handles for `multiprocessing.connection.wait`. It returns when a value arrives or the process ends."""
+        """Handles for `multiprocessing.connection.wait`, which returns when a value arrives or the process ends."""
         if self.died is not None:
             return []
         return [self._process.sentinel, *([] if self._results.closed else [self._results])]
@@ -113,7 +113,8 @@ class JobProcess(Generic[Result]):
         except (EOFError, ConnectionError):  # the process was killed, perhaps while it sent a value
             self._results.close()
         if has_ended:
-            # The server reports the exit status. If the server has ended, its jobs were killed above, with status 255.
+            # The server reports the exit status. If the server has ended, the status is 255, and its jobs were killed
+            # above.
             self._process.join()
             assert self._process.exitcode is not None
             self.died = Died(death(rank=0, returncode=self._process.exitcode, detail="").reason)
@@ -122,7 +123,7 @@ class JobProcess(Generic[Result]):
 
 
 class _Descriptor:
-    """A file descriptor to pass to a new process. In the new process, it is the number of a duplicated descriptor."""
+    """A file descriptor that can be pickled for a new process. Unpickling returns the number of a duplicate."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -137,9 +138,9 @@ def _detach(duplicate: Any) -> int:
 
 
 def start_server(module: str) -> None:
-    """Start the fork server if it is not running. The function returns before the server has finished its imports.
+    """Start the fork server if it is not running, and return before the server has finished its imports.
 
-    The server blocks the signals that end a run. A cluster sends them to all processes of a job, and the server must
+    The server blocks the signals that end a run. A cluster sends such signals to all processes, and the server must
     continue until the jobs have saved their state.
 
     Args:
@@ -186,16 +187,15 @@ def wait(processes: Sequence[JobProcess[Any]], timeout: float) -> None:
 def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tuple[list[Result], Died]:
     """Run a generator function in a new process until the process ends.
 
-    If this process receives a signal that ends a run, the signal is passed on to the new process. A second signal kills
-    the new process.
+    If this process receives a signal that ends a run, this function sends the signal to the new process. A second
+    signal kills the new process.
 
     Args:
         function: Generator function.
         *arguments: Arguments of the function.
 
     Returns:
-        The values that the function yielded.
-        Exception that states how the process ended.
+        The values that the function yielded, and the exception that states how the process ended.
 
     Raises:
         Interrupted: A signal arrived before the process started.
@@ -217,7 +217,7 @@ def collect(function: Callable[..., Iterator[Result]], *arguments: object) -> tu
 
 
 def call(function: Callable[..., Result], *arguments: object) -> Result:
-    """Call a function in a new process, and return its result. Signals are passed on as in `collect`.
+    """Call a function in a new process, and return its result. See `collect` for the handling of signals.
 
     Args:
         function: Function to call.
@@ -255,14 +255,14 @@ def _work(
     Args:
         function: Generator function.
         arguments: Arguments of the function.
-        results: Connection to send the yielded values.
+        results: Connection that sends the yielded values.
         streams: File descriptors for standard output and standard error.
         variables: Environment variables of the process.
     """
     status = 1
     try:
         gc.freeze()  # otherwise a garbage collection would copy the memory of all imported modules
-        os.setsid()  # only the sweep passes signals of the terminal on, and killpg also kills the children
+        os.setsid()  # the terminal signals only the sweep, which passes signals on; killpg also kills the children
         _end_with_parent()
         os.environ.clear()
         os.environ.update({**variables, SUPERVISED: "1"})
@@ -297,7 +297,7 @@ def _end_with_parent() -> None:
     """Make the kernel kill this process and its children when the parent ends, even if the parent ends by SIGKILL.
 
     On Linux, the parent has one end of a pipe. When the parent ends, the pipe is closed, and the kernel sends SIGKILL
-    to the process group. On other systems, the parent of this process is the sweep.
+    to the process group. On other systems, a thread watches the parent, which is the sweep.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
 """Start a process for each rank of a frozen run, and wait until all ranks have ended.
 
-Each rank runs `python -m exp.worker DIRECTORY`, which reads the frozen config. `in_process` returns whether a run can
-train in the current process instead.
+Each rank runs `python -m exp.worker DIRECTORY`, which reads the frozen config of the run directory. A run for which
+`in_process` returns True can train in the current process instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exp.launch.supervision import Grace, collect_signals, supervise
 from exp.strategies.placement import Placement
 
 LAST_CHECKPOINT = Path("checkpoints") / "last.ckpt"
-# Kinds of failures after which ranks are not restarted, because the failure would be repeated or was requested.
+# Kinds of failures after which ranks are not restarted, because a restart would fail again or a user ended the run.
 FINAL = ("config", "known", "hang", "interrupted")
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 def in_process(placement: Placement, *, max_restarts: int = 0, step_timeout: float | None = None) -> bool:
     """Return whether a run can train in this process.
 
-    A run can if it has one rank, no process group, no restarts and no time limit of a step.
+    This is possible if the run has one rank, no process group, no restarts and no time limit of a step.
 
     Args:
         placement: Ranks of the run.
         max_restarts: Value of launch.max_restarts.
-        step_timeout: Value of runtime.step_timeout. If it is set, a launcher is needed to report a process that hangs.
+        step_timeout: Value of runtime.step_timeout. If this key is set, a launcher has to report a process that hangs.
     """
     return placement.world_size == 1 and placement.backend is None and max_restarts == 0 and step_timeout is None
 
@@ -59,9 +59,9 @@ def launch(
     Args:
         directory: Run directory.
         placement: Ranks of the run.
-        max_restarts: Largest number of restarts. After a rank died, all ranks are started again and resume from
-            checkpoints/last.ckpt.
-        threads: Number of intra-op threads of each rank. None: the CPU cores are divided over the ranks.
+        max_restarts: Largest number of restarts after the death of a rank. In a restart, all ranks start again and
+            resume from checkpoints/last.ckpt. Default: 0.
+        threads: Number of intra-op threads of each rank. None: the CPU cores are divided equally among the ranks.
         grace_seconds: Time in seconds for the ranks to save and exit after a signal; see `Grace`.
         worker: Module that each rank runs.
         resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
@@ -83,7 +83,7 @@ def launch(
             return
         if failure.kind in FINAL or restart >= max_restarts:
             raise failure.error()
-        # The report of this attempt is removed, because it does not describe the restarted run.
+        # The report of the failed attempt is removed, because the run continues.
         (directory / "report.json").unlink(missing_ok=True)
         resume = last_checkpoint(directory) or resume
         log.warning(
@@ -93,7 +93,7 @@ def launch(
 
 
 def requeue(error: BaseException, *, most: int | None = None) -> None:
-    """Requeue this job in SLURM if the run ended because of SIGUSR1, which SLURM sends before the time limit.
+    """Requeue this SLURM job if the run ended because of SIGUSR1, which SLURM sends before the time limit.
 
     Lightning's SLURMEnvironment requeues jobs in the same way.
 
@@ -133,7 +133,7 @@ def last_checkpoint(directory: Path) -> Path | None:
 def _once(
     command: Sequence[str], directory: Path, world_size: int, *, threads: int | None, grace_seconds: float
 ) -> Failure | None:
-    """Start all ranks once, wait until they have ended, and return the failure that ended the run. None: no failure.
+    """Start all ranks once, wait until they have ended, and return the failure of the run. Return None on success.
 
     Args:
         command: Module that each rank runs, and its arguments.
@@ -154,7 +154,7 @@ def _once(
             last = last_checkpoint(directory)
             saved = None if last is None else str(last)
             if failure is None and received:
-                # The run completed before the signal arrived. The error is raised to end the caller, too.
+                # The run completed before the signal arrived. Interrupted is raised so that the caller also ends.
                 raise Interrupted(signum=received[0], checkpoint=saved)
             if failure is not None and failure.kind == "hang" and directory.is_dir():
                 with (directory / "train.log").open("a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Run a rank in its process.
 
-The process ends if its parent ends, writes the reason of a failure, and exits together with the other ranks.
+If the rank fails, its process writes the reason to a file. If the parent of the process ends, the process ends, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def live(body: Callable[[Rank], None]) -> NoReturn:
-    """Run a function as the rank of this process, and end the process.
+    """Run a function in this process, which is one rank of a run, and end the process.
 
     The exit status is 0 on success, 1 after a failure, 2 after an error in the config, and 128 + n after signal n.
 
@@ -88,8 +88,8 @@ def _status_of(body: Callable[[Rank], None]) -> int:
 def _report(error: BaseException, *, rank: Rank) -> int:
     """Report the error that ended this rank, and return the exit status.
 
-    The error is written for exp's launcher. It is also printed on standard error, unless exp's launcher prints it on
-    the same terminal.
+    If exp's launcher started the rank, the error is written to a file for the launcher. The error is also printed on
+    standard error, unless the launcher prints it on the same terminal.
     """
     failure = failure_of(error, rank=rank.global_rank)
     if EXCHANGE in os.environ:
@@ -125,7 +125,7 @@ def _install_first_handlers(early: list[Interrupted]) -> None:
         raise early[-1]
 
     install_handler(leave)
-    # Unblocked, because Ray starts processes with SIGINT blocked.
+    # The signals are unblocked, because Ray starts processes with SIGINT blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
 
 
@@ -139,7 +139,7 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    # The parent may have ended before the request above.
+    # The parent may have ended before the code above took effect.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -14,7 +14,7 @@ from exp.signals import SUPERVISED
 from exp.strategies.placement import this_machine
 from exp.strategies.rank import STORE
 
-# Environment variables of a rank: the id of the process that started it, and the folder to which it writes failures.
+# Environment variables of a rank: the id of the process that started the rank, and the folder for its failures.
 PARENT = "EXP_PARENT"
 EXCHANGE = "EXP_EXCHANGE"
 # Environment variable with sys.path of the parent, one folder per line. PYTHONPATH is not used for two reasons: its
@@ -26,7 +26,7 @@ BOOTSTRAP = (
     "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
-# Environment variables that are not passed on, because a rank would read the rank of another job from them.
+# Environment variables that are not passed on. They describe the ranks of another job, and a rank would read them.
 FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
@@ -55,17 +55,18 @@ class RankProcess:
 def rank_environment(
     *, rank: int, world_size: int, exchange: Path, threads: int | None, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables of a rank.
+    """Return the environment variables for the process of a rank.
 
-    They are the variables of this process without those of other jobs, and the variables that torchrun would set.
+    The result contains the variables of this process except those in FOREIGN, and the variables that torchrun would
+    set.
 
     Args:
         rank: Global rank.
         world_size: Number of ranks.
         exchange: Folder to which ranks write their failures.
-        threads: Number of intra-op threads of each rank. None: OMP_NUM_THREADS is kept. If it is not set, the CPU cores
-            are divided over the ranks.
-        outer: Variables of this process.
+        threads: Number of intra-op threads of each rank. None: OMP_NUM_THREADS is kept. If that variable is not set,
+            the CPU cores are divided equally among the ranks.
+        outer: Environment variables of this process. Default: os.environ.
     """
     environment = {
         name: value for name, value in outer.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
@@ -94,7 +95,7 @@ def rank_environment(
 def start_ranks(
     command: Sequence[str], *, directory: Path, world_size: int, exchange: Path, threads: int | None
 ) -> list[RankProcess]:
-    """Start all ranks. If one cannot be started, the others are killed.
+    """Start all ranks. If a rank cannot be started, kill the ranks that were started.
 
     Rank 0 prints to the output of this process. Rank n prints to train.rank<n>.log.
 

@@ -1,6 +1,6 @@
 """Wait until all ranks of a launch have ended.
 
-If one rank fails, the other ranks are ended. A signal to this process is sent to the ranks, and a second signal kills
+If one rank fails, the other ranks are ended. A signal to this process is passed on to the ranks. A second signal kills
 the ranks.
 """
 
@@ -21,8 +21,8 @@ from exp.launch.spawn import RankProcess
 from exp.signals import handle_signals
 
 POLL_SECONDS = 0.05
-# Times in seconds to wait after a failure: for failures of the other ranks, for the cause of a "peer" failure or a
-# hang, and for ranks to exit after SIGTERM.
+# Waiting times in seconds after a failure. SETTLE_SECONDS: for failures of other ranks. PEER_SECONDS: for the failure
+# that caused a "peer" failure or a hang. LEAVE_SECONDS: for ranks to exit after SIGTERM.
 SETTLE_SECONDS = 0.5
 PEER_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
@@ -60,8 +60,8 @@ def collect_signals() -> Iterator[list[int]]:
 class Grace:
     """The time limit for ranks to save their state and exit after a signal.
 
-    The limit is needed because a rank may wait in a collective for a rank that hangs. Such a rank cannot handle the
-    signal, because Python's signal handlers run only between operations of Python.
+    The limit is needed because a rank may wait in a collective for a rank that hangs. During this wait, the rank cannot
+    handle the signal, because Python runs signal handlers only between bytecode instructions.
 
     Args:
         seconds: Time limit in seconds. It starts again while files of checkpoints grow.
@@ -82,7 +82,7 @@ class Grace:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the time limit has passed. If files of checkpoints have grown since, start the limit again."""
+        """Return whether the time limit has passed. If checkpoint files grew since its start, start the limit again."""
         if self._ends is None or time.monotonic() < self._ends:
             return False
         before, self._written = self._written, self._file_sizes()
@@ -142,10 +142,11 @@ def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequenc
 def _collect_failures(
     ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace
 ) -> list[Failure]:
-    """Wait shortly after the first failure, and return the failures of all ranks.
+    """Wait for a short time after the first failure, and return the failures of all ranks.
 
-    If all failures are interruptions, the wait lasts until all ranks have saved or the time limit has passed. If all
-    failures are of the kinds "peer" and "hang", the wait is longer, because the rank that caused them may die later.
+    If all failures are interruptions, wait until all ranks have saved or the time limit has passed. If all failures are
+    of the kinds "peer" and "hang", wait for PEER_SECONDS instead of SETTLE_SECONDS, because the rank that caused the
+    failures may die later.
     """
     seen: set[Kind] = set()
     deadline = time.monotonic()
@@ -174,7 +175,7 @@ def _after_signal(failures: Sequence[Failure], signum: int, *, late: str) -> Fai
     Args:
         failures: Failures of the ranks.
         signum: Number of the signal.
-        late: Text about ranks that did not exit in time.
+        late: Text of the failure about ranks that did not exit in time. Empty if all ranks exited.
     """
     errors = [failure for failure in failures if failure.kind in ("config", "known", "bug")]
     if errors:
@@ -205,7 +206,7 @@ def _failures(ranks: Sequence[RankProcess], exchange: Path) -> list[Failure]:
 
 
 def _end(ranks: Sequence[RankProcess]) -> None:
-    """End all running ranks by SIGTERM and, LEAVE_SECONDS later, kill the ranks and their children."""
+    """Send SIGTERM to all running ranks. After LEAVE_SECONDS, kill the ranks and their child processes."""
     _signal_ranks(ranks, signal.SIGTERM)
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -225,7 +226,7 @@ def _signal_ranks(ranks: Sequence[RankProcess], signum: int) -> None:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the last lines of a rank's output for an error message; "" if there is no output."""
+    """Return the last lines of a rank's log for an error message; "" if the log is missing or empty."""
     if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:

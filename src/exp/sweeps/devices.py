@@ -1,6 +1,6 @@
 """The division of the machine among the jobs of a sweep: number of jobs at a time, GPUs and threads of each job.
 
-No function starts CUDA, because a process that started CUDA must not fork other processes.
+No function in this module initializes CUDA, because a process that has initialized CUDA must not fork.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def need(
 ) -> Need:
     """Return the processes and GPUs that a job needs on a machine.
 
-    With `devices_per_job: auto` a job gets as many GPUs as launch.devices. If launch.devices is also auto, a job with
-    strategy=auto gets one GPU. All GPUs would force the jobs to run one after another.
+    With `devices_per_job: auto` a job gets the number of GPUs in launch.devices. If launch.devices is also auto, a job
+    with strategy=auto gets one GPU, because jobs that each use all GPUs could only run one after another.
 
     Args:
         strategy: Name of the strategy, used in messages.
@@ -125,10 +125,10 @@ def need(
 
 
 def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:
-    """Return the number of jobs that can run at a time, for any choice of jobs with these needs.
+    """Return the number of jobs that can run at the same time.
 
     Args:
-        needs: Needs of all jobs.
+        needs: Needs of all jobs. The job with the largest need determines the number.
         jobs: Value of sweep.jobs. `auto` gives each job its GPUs or its fraction of a GPU, and on a CPU one core per
             rank.
         machine: Description of the machine.
@@ -149,20 +149,20 @@ def _slots(need: Need, *, jobs: Jobs, machine: Machine) -> int:
 
 
 def threads(need: Need, *, slots: int, machine: Machine) -> int:
-    """Return the number of CPU threads per rank for operators, if the config sets none.
+    """Return the number of CPU threads that each rank uses for operators, if the config sets no number.
 
-    The cores of the machine are divided equally among all ranks that run at a time.
+    The cores of the machine are divided equally among all ranks that run at the same time.
 
     Args:
         need: Need of the job.
-        slots: Number of jobs that run at a time.
+        slots: Number of jobs that run at the same time.
         machine: Description of the machine.
     """
     return max(1, (machine.cores or 1) // slots // need.ranks)
 
 
 class Devices:
-    """The GPUs of this machine, and the load of each GPU.
+    """The GPUs of this machine, and the fraction of each GPU that running jobs use.
 
     Args:
         names: Names of the GPUs, as in CUDA_VISIBLE_DEVICES.
@@ -185,14 +185,20 @@ class Devices:
         """
         if not need.gpus or need.is_alone:
             return ()
-        # sorted() is stable, so equal loads give the first GPUs. GPUs with adjacent numbers communicate fastest.
+        # sorted() is stable, so among equally loaded GPUs the first ones are chosen. GPUs with adjacent numbers
+        # communicate fastest.
         freest = sorted(self._loads, key=lambda name: round(self._loads[name], 6))[: need.visible]
         for name in freest:
             self._loads[name] += min(1.0, need.gpus)
         return tuple(name for name in self._loads if name in freest)
 
     def release(self, names: Sequence[str], need: Need) -> None:
-        """Remove the load of a job that has ended from its GPUs."""
+        """Subtract the load of a job that has ended from its GPUs.
+
+        Args:
+            names: Names of the GPUs, as returned by `take`.
+            need: Need of the job.
+        """
         for name in names:
             self._loads[name] -= min(1.0, need.gpus)
 

@@ -25,12 +25,12 @@ Prepare = Callable[[DictConfig], tuple["Plan", Path]]
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The end of one job.
+    """The result of a job that has ended.
 
     Attributes:
         job: Number of the job.
-        outcome: Report of the job, or the error that ended it. If the process of the job died, the error is a
-            RunError. After a signal the error is Interrupted. Unstacked means that the job has to run again alone.
+        outcome: Report of the job, or the error that ended the job. A RunError means that the process of the job died.
+            Interrupted means that a signal ended the job. Unstacked means that the job has to run again, alone.
     """
 
     job: int
@@ -56,12 +56,12 @@ class Executor(Protocol):
 
     @property
     def slots(self) -> int:
-        """Return the number of processes that can run at a time."""
+        """Return the number of processes that can run at the same time."""
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Start a process for one job or one stack, and return at once.
 
-        The caller never starts more than `slots` processes at a time.
+        The caller ensures that at most `slots` processes run at the same time.
 
         Args:
             jobs: Checked jobs. A job resumes from its newest checkpoint if its run directory has a config.yaml.
@@ -74,8 +74,8 @@ class Executor(Protocol):
             timeout: Longest time to wait, in seconds.
 
         Returns:
-            Jobs that ended since the last call, in the order in which they ended. Every started job appears exactly
-            once. If the run directory of a job exists, its report.json is written before the job is returned.
+            Jobs that ended since the last call, in the order in which they ended. Each started job is returned exactly
+            once. The report.json of a job is already written, unless the job has no run directory.
         """
 
     def end(self, signum: int) -> None:
@@ -85,4 +85,4 @@ class Executor(Protocol):
         """
 
     def close(self) -> None:
-        """Kill the jobs that still run, and remove all files outside of run directories."""
+        """Kill the jobs that still run, and remove the executor's files outside of run directories."""

@@ -1,7 +1,7 @@
 """Functions that check and run the jobs of a sweep in other processes.
 
-User code may end such a process. If the process ends during the check of a job, the job gets an error. If it ends
-during the run of a job, the row of the job in the table has the status failed.
+Code of users may crash such a process. If the process dies during the check of a job, the job gets an error. If the
+process dies during the run of a job, the table of the sweep lists the job with the status failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exp.strategies.placement import Machine
 from exp.sweeps.devices import VISIBLE, Devices, Need, need_of, need_settings, visible_gpus
 from exp.sweeps.jobs import unpack
 
-# Modules that a run needs. The server imports them once for all jobs, and a job imports the remaining ones.
+# Modules that a run needs. The server imports these modules once for all jobs. A job imports all other modules.
 MODULES = (
     "exp.start",
     "exp.check.step_flops",
@@ -46,9 +46,9 @@ MODULES = (
 )
 
 Result = TypeVar("Result")
-# Function that checks a config. Its second argument is its result for the previous job.
+# Function that checks a config. The second argument is the result of the same function for the previous config.
 Validate = Callable[[DictConfig, Any], Any]
-# Needs of jobs with the machine, by the result of `need_settings`, and one entry of this mapping.
+# KnownNeeds maps a result of `need_settings` to the need of a job and the machine. KnownNeed is one entry of it.
 KnownNeeds = dict[str, tuple[Need, Machine]]
 KnownNeed = tuple[str, tuple[Need, Machine]]
 
@@ -57,7 +57,7 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
     """Check jobs in this process, and yield the need or the error of each job.
 
     Args:
-        validate: Checks a config.
+        validate: Function that checks a config.
         packed: Config of each job, as packed by `exp.sweeps.jobs.pack`.
     """
     install_handler(signal.SIG_DFL)  # after this call, only user code raises KeyboardInterrupt
@@ -83,15 +83,17 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
 
 
 def _show_gpus(config: DictConfig, outer: Mapping[str, str], known: KnownNeeds) -> KnownNeed:
-    """Make this process see as many GPUs as a job, because strategy=auto depends on the number of visible GPUs.
+    """Set CUDA_VISIBLE_DEVICES so that this process sees as many GPUs as the job will get.
+
+    The check of strategy=auto depends on the number of visible GPUs.
 
     Args:
         config: Config of the job.
-        outer: Variable CUDA_VISIBLE_DEVICES of this process, if it is set.
+        outer: CUDA_VISIBLE_DEVICES of this process before the checks. Empty if the variable is not set.
         known: Needs of earlier jobs. The need of this job is added.
 
     Returns:
-        The key of the job in `known`, and its need with the machine.
+        The key of the job in `known`, and the value at this key: the need of the job and the machine.
     """
     os.environ.pop(VISIBLE, None)
     os.environ.update(outer)
@@ -130,11 +132,12 @@ class JobProcesses:
     """Checks jobs in one process, and runs each job in a separate process.
 
     Args:
-        fit: Runs a job: exp.start.fit_job. Must be importable by name in another process.
-        validate: Checks a job: exp.check.examination.check_job. Must be importable by name in another process.
+        fit: Function that runs a job: exp.start.fit_job. Another process must be able to import it by name.
+        validate: Function that checks a job: exp.check.examination.check_job. Another process must be able to import it
+            by name.
 
     Attributes:
-        needs: CPU processes and GPUs of the checked jobs, with the machine. The keys are results of `need_settings`.
+        needs: Needs of the checked jobs and the machine. The keys are results of `need_settings`.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
@@ -142,11 +145,11 @@ class JobProcesses:
         self.needs: KnownNeeds = {}
 
     def start(self) -> None:
-        """Start the fork server. It imports the modules of a job while this process continues."""
+        """Start the fork server, which imports the modules of a job while this process continues."""
         start_server("exp.sweeps.job_server")
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Return the result of a function that runs in a process of the server. See `exp.launch.job_process.call`."""
+        """Call a function in a process of the server, and return the result. See `exp.launch.job_process.call`."""
         self.start()
         return call(function, *arguments)
 
@@ -156,7 +159,7 @@ class JobProcesses:
         One process checks all jobs. If this process dies, another process checks the remaining jobs.
 
         Raises:
-            ExpError: An error occurred that does not concern a config.
+            ExpError: An error occurred that no config causes.
             Interrupted: A signal arrived.
         """
         found: list[ConfigError | None] = []
@@ -203,7 +206,7 @@ def dead_job(directory: Path, died: Died) -> RunError:
 
 
 def interruption_of(directory: Path, signum: int) -> Interrupted:
-    """Return the error of a job that a second signal killed. The error names the last checkpoint."""
+    """Return the error of a job that a second signal killed. The error contains the path of the last checkpoint."""
     saved = last_checkpoint(directory)
     return Interrupted(signum=signum, checkpoint=None if saved is None else str(saved))
 
@@ -211,8 +214,8 @@ def interruption_of(directory: Path, signum: int) -> Interrupted:
 def report_bad_end(directory: Path, error: ExpError) -> None:
     """Write the report of a job whose process ended before the job wrote its report.
 
-    A job without config.yaml had not begun, so it gets no report. If the report cannot be written, for example on a
-    full disk, the reason is printed. The row of the table still has the error of the job.
+    If the run directory has no config.yaml, the job had not begun, and no report is written. If the report cannot be
+    written, for example on a full disk, the reason is printed.
     """
     if not (directory / "config.yaml").is_file():
         return

@@ -17,10 +17,10 @@ from exp.sweeps.space import Combination
 
 
 class Queue:
-    """A queue of jobs that are all known in advance, in groups. One process runs each group.
+    """A queue of jobs that are all known in advance.
 
     Args:
-        groups: Groups of jobs.
+        groups: Groups of jobs. One process runs each group.
 
     Attributes:
         total: Number of jobs.
@@ -31,15 +31,15 @@ class Queue:
         self.total = sum(map(len, self._groups))
 
     def next(self) -> Sequence[Job]:
-        """Return the jobs that the next process runs. Return an empty sequence if no job is left or known yet."""
+        """Return the group of jobs that the next process runs. Return an empty sequence if no job is available now."""
         return self._groups.popleft() if self._groups else ()
 
     def again(self, job: Job) -> None:
-        """Add a job to the end of the queue that did not run, or has to run again in a separate process."""
+        """Add a job to the end of the queue. The job was not run, or has to run again in a separate process."""
         self._groups.append([replace(job, is_known=True, is_stacked=False)])
 
     def end(self, row: Row) -> None:
-        """Accept the result of a job. This queue ignores the result."""
+        """Do nothing with the result of a job. `Searched` passes the result to the search."""
 
     def rest(self) -> Sequence[Job]:
         """Return the known jobs that were not started."""
@@ -47,17 +47,18 @@ class Queue:
 
 
 class Searched(Queue):
-    """A queue of jobs that a search proposes. A trial has one job, or several repeats with different values of one key.
+    """A queue of the jobs of a search.
 
-    Only jobs that are known at the same time can be in one group, so groups do not depend on the order in which jobs
-    end. If proposals do not depend on results, all jobs are known at once. Otherwise, only the repeats of one trial are
-    known at the same time.
+    Each trial of the search has one job, or several repeats that differ in the value of one key. If the sampler ignores
+    results, all jobs are proposed at once and can be grouped. Otherwise, only the repeats of one trial are grouped. The
+    groups therefore do not depend on the order in which jobs end.
 
     Args:
         search: Proposes trials.
-        make: Returns a job, from its number, the number of its trial, and the values of its axes.
+        make: Function that returns a job. Its arguments are the number of the job, the number of the trial, and the
+            values of the swept keys.
         repeats: Values of the repeated key.
-        group: Checks jobs, and groups the jobs that one process trains together.
+        group: Function that checks jobs and returns groups of jobs. One process trains each group.
     """
 
     def __init__(
@@ -102,7 +103,11 @@ class Searched(Queue):
 
 
 def _objective(row: Row, tag: str) -> float:
-    """Return the value of a tag for the search: the best value of the monitored tag, or the last value of any other."""
+    """Return the value of a tag that the search compares.
+
+    The value of the monitored tag is its best value. The value of any other tag is its last value, or nan if it has
+    none.
+    """
     if tag == row.monitor:
         return row.value
     return float(row.metrics[tag]) if tag in row.metrics else math.nan

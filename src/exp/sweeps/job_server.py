@@ -1,6 +1,7 @@
-"""The module that the fork server of jobs imports. It loads the modules that a job needs, and shortens the exit.
+"""The module that the fork server imports before it forks the processes of jobs.
 
-At a normal exit of the server, torch deletes its modules, which takes 0.8 s (torch 2.13).
+The import loads the modules that a job needs. The exit function ends the server at once. At a normal exit, torch
+deletes its modules, which takes 0.8 s (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from exp.lighter_imports import pause_garbage_collection
 
 
 def end_server(pid: int) -> None:
-    """End this process at once if it is the server. Jobs are forked from the server and inherit this exit function.
+    """End this process at once if it is the server.
+
+    Jobs are forked from the server and inherit this exit function, but must exit normally.
 
     Args:
         pid: Process ID of the server.

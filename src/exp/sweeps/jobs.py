@@ -42,12 +42,12 @@ class Job:
     """A job of a sweep.
 
     Attributes:
-        number: Number of the job. It names the run directory.
+        number: Number of the job. The run directory has this number as its default name.
         overrides: Overrides of the job.
         swept: Values of the swept keys as text, by key.
         packed: Config of the job as bytes; see `pack`. None if the config cannot be composed.
         directory: Absolute path of the run directory. None if the job has an error.
-        plain: Result of `plain_values` for the config, without the record of its composition.
+        plain: Values of the config from `plain_values`, without the key `COMPOSITION`.
         error: Error that prevents the job from running. None if the job can run.
         is_known: Whether an earlier sweep in the same directory started the job.
         is_stacked: Whether the job is trained together with other jobs in one process.
@@ -64,7 +64,7 @@ class Job:
     is_stacked: bool = False
 
     def new_config(self) -> DictConfig:
-        """Return a new copy of the config. The job must not have an error."""
+        """Return a new copy of the config. Call this method only for a job without an error."""
         assert self.packed is not None
         config = unpack(self.packed)
         config[COMPOSITION].directory = literal(str(self.directory))
@@ -74,7 +74,7 @@ class Job:
 def pack(config: DictConfig) -> bytes:
     """Return a config as about 4 kB of bytes.
 
-    A DictConfig takes a hundred times as much, so ten thousand jobs would take gigabytes.
+    A DictConfig takes a hundred times as much memory, so the configs of ten thousand jobs would take gigabytes.
     """
     return zlib.compress(pickle.dumps(config), 1)
 
@@ -86,16 +86,16 @@ def unpack(text: bytes) -> DictConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """A composed job, used to make the configs of similar jobs without Hydra.
+    """A composed job, from which configs of similar jobs are made without Hydra.
 
-    The other jobs may differ from this job only in plain values, such as numbers.
+    A job is similar if it differs from this job only in plain values, such as numbers.
 
     Attributes:
         lines: Overrides of the job.
         vocabulary: The config groups and their options.
         pickled: Config of the job, pickled. Unpickling takes a seventh of the time of a deepcopy.
         raw: Values of the config, interpolations unresolved.
-        reading: Values of the config as the check reads them.
+        reading: Values that the function `read` returns for the config. The check uses these values.
         plain: Same as `Job.plain`.
     """
 
@@ -107,10 +107,13 @@ class _Pattern:
     plain: Plain
 
     def changes(self, lines: Sequence[Override]) -> list[Override] | None:
-        """Return the overrides whose values differ from those of this job.
+        """Return the overrides of another job that set different values than the overrides of this job.
+
+        Args:
+            lines: Overrides of the other job.
 
         Returns:
-            The changed overrides, or None if the other job differs in more than plain values.
+            The different overrides. None if the other job differs in more than plain values.
         """
         if len(self.lines) != len(lines):
             return None
@@ -128,9 +131,9 @@ class Jobs:
     Args:
         master: Result of `compose_sweep`.
         directory: Directory of the sweep.
-        check: Returns the error of each of several configs.
-        everything: Whether to run the checks that need torch even on jobs that already have errors.
-        reads: Keys that the sweep reads once, so all jobs must have the same value.
+        check: Function that checks several configs; see `Check`.
+        everything: Whether to run the checks that need torch on jobs that already have errors, too.
+        reads: Config keys that the sweep reads only once. All jobs must have the same values of these keys.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class Jobs:
         self._pattern: _Pattern | None = None
 
     def compose(self, number: int, overrides: Sequence[str]) -> Job:
-        """Return a job with its config, after the checks that need no torch.
+        """Compose the config of a job, and return the job after the checks that need no torch.
 
         Args:
             number: Number of the job.
@@ -232,7 +235,7 @@ class Jobs:
         return found
 
     def _other_settings(self, config: DictConfig) -> list[ErrorDetails]:
-        """Return an error for each setting of the whole sweep that has a different value in this job."""
+        """Return an error for each setting of the sweep that this job changes."""
         own, shared = _settings(config, self._reads), self._settings
         both = {name: (own.get(name), shared.get(name)) for name in {**shared, **own}}
         return [
@@ -244,7 +247,7 @@ class Jobs:
     def _refuse_security(self, lines: Sequence[Override]) -> None:
         """Raise ConfigError if a job sets a security key that is not on the command line.
 
-        A sweeper may have read the override in a file, and files must not extend the allow list.
+        A sweeper may have read the override from a file, and a file must not extend the list security.allow.
         """
         for line in lines:
             if _is_security(line) and _setting(line) not in self._typed_security:
@@ -261,7 +264,7 @@ def with_config(
     reading: Reading | None = None,
     plain: Plain | None = None,
 ) -> Job:
-    """Return a job with its config, or with the errors that are found without torch.
+    """Return a job with its config, and with the error that the checks without torch find.
 
     Args:
         job: Job without a config.
@@ -270,7 +273,7 @@ def with_config(
         reading: Result of `read` for the config. None computes the result.
         plain: Values of the config as in `Job.plain`. None computes the values.
     """
-    # `plain` must not depend on the run directory, because the identity of a job must not.
+    # `plain` must not depend on the run directory, because the identity of a job is computed from `plain`.
     config[COMPOSITION].directory = literal(OUTPUT_DIR)
     if plain is None:
         plain = {name: value for name, value in plain_values(config).items() if name != COMPOSITION}
@@ -298,9 +301,9 @@ def _as_typed(line: Override, text: str) -> str:
 
 
 def _follows_no_hydra_value(config: DictConfig) -> bool:
-    """Return whether no value of the config depends on Hydra's values.
+    """Return whether Hydra's values affect the config of a job only through the job number.
 
-    The run directory of a job must be its number, and no other value may refer to the node `hydra`.
+    The run directory must be named after the job number, and no key outside of the node `hydra` may refer to that node.
     """
     raw = raw_values(config)
     hydra = raw.pop("hydra")
@@ -309,7 +312,7 @@ def _follows_no_hydra_value(config: DictConfig) -> bool:
 
 
 def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> bool:
-    """Return whether two overrides set the same existing key of the config, each to a number, text, bool or null."""
+    """Return whether two overrides set the same key to plain values: numbers, text, bool or null."""
     plain = (str, int, float, bool, type(None))
     return (
         was.get_key_element() == now.get_key_element()
@@ -325,7 +328,7 @@ def _is_other_value(was: Override, now: Override, vocabulary: Vocabulary) -> boo
 def job_errors(jobs: Sequence[Job]) -> list[ErrorDetails]:
     """Return the errors of all jobs, at most MAX_ERRORS.
 
-    An error that several jobs share is listed once, with their numbers.
+    If several jobs have the same error, the error is listed once with the numbers of the jobs.
     """
     where: dict[object, tuple[ErrorDetails, list[Job]]] = {}
     for job in jobs:

@@ -3,7 +3,7 @@
 sweep.json     the overrides of the command, and the settings on which the proposals of a search depend
 jobs.jsonl     one line per job, written before the job starts: its number, its identity, its directory
 
-The directory is locked while the sweep runs. The files cannot be locked, because they are replaced.
+The directory is locked while the sweep runs. The files cannot be locked, because each write replaces the file.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Ledger:
         self._next = max((entry.job for entry in entries), default=-1) + 1
 
     def claim(self, identity: str) -> Entry | None:
-        """Return an unclaimed entry of the earlier sweep with this identity, and mark it as claimed.
+        """Return an entry of the earlier sweep that has this identity and was not returned before.
 
-        Return None if there is no such entry.
+        Return None if no entry is left.
         """
         found = self._unclaimed[identity]
         return found.pop(0) if found else None
@@ -121,7 +121,7 @@ class Ledger:
 
         Args:
             job: Job with a run directory.
-            retries_failed: Whether a failed job has to run again.
+            retries_failed: Whether failed jobs run again. Value of sweep.retry_failed.
 
         Returns:
             The report, or None if the job still has to run.
@@ -142,7 +142,7 @@ class Ledger:
         return replace(report, directory=str(directory))  # the directory of the sweep may have been moved
 
     def begin(self, overrides: Sequence[str], search: Mapping[str, object] | None) -> None:
-        """Compare this sweep with the sweep.json of an earlier sweep in the directory, and write sweep.json.
+        """Write sweep.json. If an earlier sweep wrote the file, compare the two sweeps first.
 
         Args:
             overrides: Overrides of the command.
@@ -167,7 +167,7 @@ class Ledger:
         self._keep_settings({"overrides": list(overrides), "search": search})
 
     def keep(self, key: str, value: int) -> int:
-        """Return a value of the search that stays the same when the sweep is resumed, even on another machine.
+        """Return a value of the search from sweep.json, so that a resumed sweep uses the same value on any machine.
 
         Args:
             key: Name of the value in sweep.json.
@@ -196,7 +196,7 @@ class Ledger:
 
 
 def _entry(line: bytes, directory: Path) -> Entry:
-    """Return the entry of a line of jobs.jsonl. Raise ValueError or TypeError if the line is not a valid entry."""
+    """Parse a line of jobs.jsonl. Raise ValueError or TypeError if the line is not a valid entry."""
     entry = Entry(**json.loads(line))
     if type(entry.job) is not int or not isinstance(entry.identity, str) or not isinstance(entry.directory, str):
         raise TypeError(f"no description of a job in {line.decode(errors='replace')}")
@@ -220,14 +220,14 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
 
     Args:
         wanted: A directory, or `auto` for the newest sweep of the same name.
-        new: Directory that a new sweep would have, <sweeps>/<date>/<time>.
+        new: Directory that a new sweep would use: <sweeps>/<date>/<time>.
 
     Returns:
         The directory, or None if `auto` finds no sweep.
 
     Raises:
-        ConfigError: The directory has no sweep, or a running sweep. Also raised if the directory is neither below the
-            working directory nor next to other sweeps of the same name.
+        ConfigError: The directory has no sweep, or its sweep is running. Also raised if the directory is neither below
+            the working directory nor next to other sweeps of the same name.
     """
     if wanted == AUTO:
         found = sorted(sweeps_of(new).glob(f"*/*/{SETTINGS}"), key=lambda path: path.stat().st_mtime_ns)

@@ -1,9 +1,7 @@
-"""The local executor.
+"""The executor that runs several jobs of a sweep at the same time on this machine.
 
-It runs several jobs of a sweep at the same time on this machine, each forked from a server process.
-
-The output of a process goes to output.log in the run directory of its first job. Run directories are created before the
-jobs start.
+Each process is forked from a server process. Its output is appended to output.log in the run directory of its first
+job. Run directories are created before the jobs start.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_e
 if TYPE_CHECKING:
     from exp.run_report import Report
     from exp.sweeps.jobs import Job
-# Longest wait in seconds, so that the caller can check for signals.
+# Longest time in seconds that `ends` waits, so that the caller can check for signals.
 SIGNAL_SECONDS = 0.1
 
 
@@ -43,7 +41,7 @@ def outcomes(
     Args:
         jobs: Jobs with existing run directories.
         most_threads: Largest number of operator threads per rank, if a config sets none.
-        fit: Runs a job that is not in a stack.
+        fit: Function that runs a job that is not in a stack.
 
     Yields:
         The index of a job that ended, and its report or error.
@@ -69,9 +67,9 @@ def outcomes(
 
 
 def _config_in_place(job: Job) -> DictConfig:
-    """Return the config of a job. Its run directory is the existing directory of the job.
+    """Return the config of a job, with the existing run directory of the job as its directory.
 
-    The run freezes this config there if no config.yaml exists.
+    If the directory has no config.yaml, the run writes the config to this directory.
     """
     config, directory = job.new_config(), cast(Path, job.directory)
     if not (directory / "config.yaml").is_file():
@@ -87,7 +85,7 @@ class _Running:
         jobs: The jobs.
         process: The process.
         need: CPU processes and GPUs that the process needs.
-        gpus: Names of its GPUs.
+        gpus: Names of the GPUs that the process uses.
         waiting: Indices of the jobs that are still running.
     """
 
@@ -102,7 +100,7 @@ class LocalExecutor:
     """Runs jobs at the same time on this machine.
 
     Args:
-        processes: Checks jobs and starts processes.
+        processes: Object that checks jobs and starts the server.
         jobs: Value of `sweep.jobs`. `auto` derives the number from the needs of the checked jobs.
     """
 
@@ -117,7 +115,7 @@ class LocalExecutor:
 
     @property
     def slots(self) -> int:
-        """Number of processes that can run at a time, for any choice of the checked jobs."""
+        """Number of processes that can run at the same time. The checked job with the largest need determines it."""
         asked = self._processes.needs.values()
         if not asked:
             return 1 if self._jobs == "auto" else self._jobs
@@ -150,7 +148,11 @@ class LocalExecutor:
         self._running.append(_Running(jobs=jobs, process=process, need=need, gpus=gpus, waiting=waiting))
 
     def ends(self, timeout: float) -> list[End]:
-        """Wait until a job ends, but at most `timeout` seconds and at most SIGNAL_SECONDS. See `Executor.ends`."""
+        """Wait until a job ends, and return the jobs that have ended. See `Executor.ends`.
+
+        Args:
+            timeout: Longest time to wait, in seconds. The method never waits longer than SIGNAL_SECONDS.
+        """
         limit = time.monotonic() + min(timeout, SIGNAL_SECONDS)
         while True:
             self._take_in()
@@ -196,7 +198,7 @@ class LocalExecutor:
                 self._ended.append(End(job=job.number, outcome=outcome))
 
     def _bad_end(self, directory: Path, died: Died) -> ExpError:
-        """Return the error of a job after its process ended without a result, and write the report of the job."""
+        """Return the error of a job after its process died, and write the report of the job."""
         error: ExpError = interruption_of(directory, self._signals[0]) if self._signals else dead_job(directory, died)
         error.__cause__ = died
         report_bad_end(directory, error)
@@ -204,6 +206,6 @@ class LocalExecutor:
 
 
 def _in_own_directory(job: Job) -> Job:
-    """Return the job with an existing run directory. The directory is created unless an earlier sweep created it."""
+    """Return the job with an existing run directory. Create the directory unless an earlier sweep created it."""
     directory = cast(Path, job.directory)
     return job if (directory / "config.yaml").is_file() else replace(job, directory=make_exclusively(directory))

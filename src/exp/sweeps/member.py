@@ -1,4 +1,4 @@
-"""A member of a stack: a job with its training module, its optimizer and its run directory.
+"""A member of a stack: one of several jobs that one process trains together.
 
 Checkpoints of a member have the layout of exp.engine.checkpointing, so a single run can resume from them.
 """
@@ -43,7 +43,7 @@ from exp.spelling import among
 from exp.sweeps.jobs import Plain
 from exp.sweeps.stacked_hooks import Numbers
 
-# The strategy that sums values over ranks. A stack has one process, so the sum has one term.
+# Strategy passed to functions that reduce values over ranks. A stack has only one rank.
 HERE = SingleDeviceStrategy(device="cpu")
 IO = checkpoint.AtomicCheckpointIO(is_synced=False)
 LINE = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -171,8 +171,8 @@ class MemberUpdates:
         """Add learning rates to `values` if they changed since the last call, or if the step is written.
 
         Args:
-            values: Values of the step by tag, changed in place.
-            is_written: Whether the values of this step are written at once.
+            values: Values of the step by tag. The learning rates are added in place.
+            is_written: Whether the run writes the logged values at this step; see `exp.engine.recording.is_written`.
         """
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if is_written or rates != self._rates:
@@ -198,7 +198,7 @@ class Member:
     """A job that is trained in a stack.
 
     Args:
-        place: Index of the job in the list of jobs that are trained together.
+        place: Index of the job in the list of jobs passed to `exp.sweeps.stack.train`.
         decided: Plan of the stack.
         plain: Config of the job as plain values, interpolations resolved.
         text: Text of the config.yaml of the job.
@@ -208,7 +208,7 @@ class Member:
     Attributes:
         position: Position at which the training of the job begins or resumes.
         log: Loggers and train.log of the job.
-        metrics: Values that callbacks compare, as in `Recording`.
+        metrics: Latest values by tag, among them the monitored value.
         best: Best validation so far, as in `Checkpointing`. None before the first validation with a finite value.
         error: Error that ended the job. None while the job runs.
 
@@ -252,14 +252,14 @@ class Member:
         self._seconds_before = 0.0
         # Closing the stack unlocks the run directory.
         self.hold = contextlib.ExitStack()
-        # Copy of the best state in memory, so that the test stage need not read best.ckpt.
+        # Copy of the best state in memory. The test stage loads the copy instead of best.ckpt.
         self._best_state: checkpoint.State | None = None
         self._best_is_written = False
 
     def join(self, progress: Progress, *, total_steps: int) -> None:
         """Build the optimizer and the schedule, and load the checkpoint if the job resumes.
 
-        Call this method after the network's tensors were replaced by rows of the stack.
+        Call this method only after the network's tensors have been replaced by rows of the stacked tensors.
         """
         self._progress = progress
         self.updates = MemberUpdates(self.module, self.settings, total_steps=total_steps)
@@ -277,11 +277,11 @@ class Member:
         self.log.begin(self._progress.step + 1)
 
     def write_step(self, values: Numbers, losses: Sequence[float], *, index: int, size: int) -> None:
-        """Log the values of one training step, and add its loss to the mean loss of the epoch.
+        """Log the values of one training step, and add the loss to the sums of the epoch.
 
         Args:
             values: Values of the hooks and the optimizer, by tag.
-            losses: The objective, followed by each of its terms if it has several.
+            losses: The loss. If the objective has several terms, the value of each term follows.
             index: Number of the optimizer step.
             size: Number of samples of the step.
 
@@ -320,8 +320,9 @@ class Member:
     def end_epoch(self, *, has_validated: bool) -> None:
         """Log the values of an epoch, and compare the monitored value with the best so far.
 
-        The order of events is that of `Recording` and `Checkpointing`. If the value is the best, the state is copied.
-        The copy is written to best.ckpt later, and the test stage loads it.
+        The order of events equals that of `Recording` and `Checkpointing` in a single run. If the value is the best so
+        far, the state is copied in memory. `save` writes the copy to best.ckpt later, and the test stage loads the
+        copy.
 
         Args:
             has_validated: Whether the validation split was evaluated.
@@ -377,7 +378,7 @@ class Member:
             checkpointing.note_metrics(self.best, values, stage="test")
 
     def _state(self) -> checkpoint.State:
-        """Return the contents of a checkpoint. Its tensors are not copied, so later steps change them.
+        """Return the contents of a checkpoint. The tensors are not copied, so later steps change their values.
 
         Raises:
             NonFiniteError: A number in the state is not finite.
@@ -412,8 +413,8 @@ class Member:
     def save(self) -> None:
         """Write the buffered log, best.ckpt if there is a new best state, and last.ckpt.
 
-        best.ckpt is written before last.ckpt. If the process is killed between the two, the resumed training writes
-        best.ckpt again.
+        best.ckpt is written before last.ckpt. If the process is killed between the two writes, the resumed training
+        writes best.ckpt again.
 
         Raises:
             NonFiniteError: A number in the state is not finite.
@@ -454,7 +455,7 @@ class Member:
             error: Error that ended the job, or None.
 
         Returns:
-            The report or the error. A single run of the job returns the same report or raises the same error.
+            The report or the error, as in a single run of the job.
         """
         if isinstance(error, Interrupted | UserCodeError) and self._last_path.is_file():
             error.command = self.ongoing.resume_command(str(self._last_path))
@@ -489,5 +490,5 @@ class Member:
 
 
 def _as_known(error: BaseException) -> ExpError:
-    """Return `error` if it is an ExpError. Otherwise return a RunError with its type and message."""
+    """Return an ExpError unchanged, and any other exception as a RunError with the same message."""
     return error if isinstance(error, ExpError) else RunError(f"{type(error).__name__}: {str(error).strip()}")

@@ -1,7 +1,8 @@
 """The table of a sweep, with one row per job. The table is rewritten while jobs end, and printed after the last job.
 
-Jobs can be repeats that differ only in one key, such as the seed. A second table then has one row per group of repeats,
-with mean, standard deviation and number of values. The best group is the group with the best mean.
+Jobs that differ only in one key, such as the seed, are called repeats. If a sweep has repeats, a second table has one
+row for each group of repeats, with the mean, the standard deviation and the number of values. The best group has the
+best mean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOT_STARTED = "not started"
-# If this key is swept and sweep.repeat_over is null, jobs that differ only in the fold are repeats.
+# If this key is swept and sweep.repeat_over is null, jobs that differ only in this key are repeats.
 FOLD = "data.split.fold"
 # Value of sweep.repeat_over that disables repeats.
 NONE = "none"
@@ -47,12 +48,12 @@ class Row:
         mode: Direction of the monitored tag.
         value: Best value of the monitored tag. nan if there is no value.
         step: Optimizer step of the value.
-        metrics: Values of all tags. For evaluated tags, the values of the best checkpoint.
+        metrics: Values of all tags. Values of evaluation tags are those of the best checkpoint.
         seconds: Duration of the job in seconds. nan if it is unknown.
         peak_memory_mib: Peak memory in MiB. None if it was not measured.
         directory: Run directory, relative to the directory of the sweep.
         error: First line of the error that ended the job. Empty if the job has no error.
-        is_job: Whether tables identify the row by the number of a job. Other runs are identified by their directory.
+        is_job: Whether tables show the job number as the name of the row. If false, tables show the run directory.
     """
 
     job: int
@@ -71,7 +72,7 @@ class Row:
 
     @property
     def has_value(self) -> bool:
-        """Return whether the row takes part in the comparison of monitored values."""
+        """Return whether the job was completed and its monitored value is finite, so that it can be compared."""
         return self.status == "completed" and math.isfinite(self.value)
 
     @property
@@ -81,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """A group of jobs that differ only in the repeated key.
+    """A group of jobs that differ only in one key, the repeated key.
 
     Attributes:
         swept: Values of the other swept keys, which all jobs of the group share.
@@ -144,7 +145,8 @@ def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
 def best_repeats(rows: Sequence[Row], *, over: str) -> Repeats | None:
     """Return the group of repeats with the best mean.
 
-    Only groups with the most completed jobs are compared. Otherwise a group with one lucky seed of three could win.
+    Only groups with the largest number of completed jobs are compared. Otherwise, a group in which only one of three
+    jobs was completed could win by chance.
 
     Args:
         rows: Rows of all jobs.
@@ -165,7 +167,7 @@ def best_of(rows: Sequence[Row], *, repeat_over: str | None = None) -> Row | Non
 
     Args:
         rows: Rows of all jobs.
-        repeat_over: The repeated key. If given, the best job of the best group of repeats is returned.
+        repeat_over: The repeated key. If given, only jobs of the best group of repeats are compared.
     """
     group = None if repeat_over is None else best_repeats(rows, over=repeat_over)
     return best_row(rows) if repeat_over is None else None if group is None else best_row(group.rows)
@@ -176,7 +178,7 @@ def again_command(directory: Path, row: Row | None) -> str:
 
     Args:
         directory: Directory of the sweep.
-        row: Row of the job. None gives "".
+        row: Row of the job. If None, the command is an empty string.
     """
     return "" if row is None else train_command([], key="from_run", path=str(directory / row.directory))
 
@@ -223,7 +225,7 @@ def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 
 def best_line(rows: Sequence[Row], *, repeat_over: str | None = None) -> str:
-    """Return a line that describes the best job or the best group of repeats. Return "" if no row has a value."""
+    """Return a line that describes the best job or the best group of repeats. Return "" if no job has a value."""
     shown = differing_keys(rows)
     if repeat_over is None:
         best = best_row(rows)
@@ -252,7 +254,7 @@ def _kind(rows: Sequence[Row]) -> str:
 
 
 def rich_tables(rows: Sequence[Row], *, repeat_over: str | None = None) -> list[Table]:
-    """Return the table of jobs for the screen. With repeats, a second table has a row for each group of repeats.
+    """Return the table of jobs for the screen. If there are repeats, also return the table of repeats.
 
     The best row is bold. Jobs are sorted by number. Other runs are sorted by value, the best first.
 
@@ -278,7 +280,7 @@ def rich_tables(rows: Sequence[Row], *, repeat_over: str | None = None) -> list[
 
 
 def _table(title: str, header: Sequence[str]) -> Table:
-    """Return a table without rows. Its last column has the swept values, and is shortened on a narrow screen."""
+    """Return a table without rows. The last column contains the swept values."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -296,7 +298,7 @@ def _add_line(table: Table, cells: Sequence[str], *, is_best: bool) -> None:
 
 
 def differing_keys(rows: Sequence[Row]) -> list[str]:
-    """Return the swept keys with more than one value. For a single row, return all swept keys."""
+    """Return the swept keys that have different values in the rows. For a single row, return all swept keys."""
     keys = dict.fromkeys(key for row in rows for key in row.swept)
     return [key for key in keys if len(rows) == 1 or len({row.swept.get(key) for row in rows}) > 1]
 
@@ -356,7 +358,7 @@ def _best_columns(monitors: Sequence[str]) -> list[str]:
 
 
 def _best_cells(row: Row, monitors: Sequence[str]) -> list[str]:
-    """Return the monitored value in the column of its tag. The cell of a job without a value is empty."""
+    """Return a cell for each monitored tag. Only the cell of the tag that the job monitors has a value."""
     return [_number(row.value) if row.monitor == name and math.isfinite(row.value) else "" for name in monitors]
 
 

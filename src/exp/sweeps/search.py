@@ -1,10 +1,10 @@
 """The search of a sweep: Optuna proposes trials, and a file records every trial for Optuna's tools.
 
-Proposals depend on the seed and on results of earlier trials, never on the order in which jobs end. A trial is proposed
-when all earlier trials except the last `width` have results. The sampler gets results in the order of trial numbers.
-A resumed search therefore makes the same proposals again, and compares them with the record.
+Proposals depend on the seed and on the results of earlier trials, but not on the order in which jobs end. Trial n is
+proposed when all trials up to n - `width` have results. The sampler receives results in the order of trial numbers. A
+resumed search therefore makes the same proposals again, and compares them with the recorded proposals.
 
-    proposals   an Optuna study in memory, which gets results in the order of trials
+    proposals   an Optuna study in memory, which receives results in the order of trial numbers
     record      sweep.journal in the directory of the sweep: jobs report values to it, pruners and optuna-dashboard
                 read it
 """
@@ -30,7 +30,7 @@ DEFAULT_TRIALS = 20
 DIRECTIONS: Mapping[Mode, str] = {"min": "minimize", "max": "maximize"}
 End = Literal["completed", "pruned", "failed"]
 STATES: Mapping[End, str] = {"completed": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
-# Samplers that ignore results, so a trial need not wait for earlier results.
+# Samplers that ignore results. All trials of such a sampler are proposed at once.
 BLIND = ("random", "qmc")
 
 
@@ -42,8 +42,8 @@ class Search:
         sampler: Name of the sampler.
         trials: Number of trials.
         seed: Seed of the sampler.
-        width: Largest number of trials without a result. Samplers in BLIND ignore this limit.
-        objectives: Compared tags, each with its direction.
+        width: Largest number of proposed trials without a result. The limit does not apply to samplers in BLIND.
+        objectives: Tags that the search optimizes, each with its direction.
         directory: Directory of the sweep.
 
     Attributes:
@@ -70,7 +70,7 @@ class Search:
         self.is_blind = sampler in BLIND
         self._width = trials if self.is_blind else width
         self._asked = self._passed_on = 0
-        # State, values and reports of each trial with a result that the sampler does not have yet.
+        # State, values and reported values of each trial that ended but was not yet passed to the sampler.
         self._results: dict[int, tuple[TrialState, Sequence[float], Mapping[int, float]]] = {}
         self._open: dict[int, Trial] = {}
         directions = [DIRECTIONS[mode] for mode in objectives.values()]
@@ -114,8 +114,8 @@ class Search:
     def tell(self, number: int, end: End, values: Sequence[float]) -> None:
         """Store the result of a trial.
 
-        If an earlier sweep already recorded an end of the trial, that end is kept, even if the job of the trial runs
-        again. Later proposals depended on the recorded end.
+        If an earlier sweep already recorded a result of the trial, the recorded result is used, because later proposals
+        depended on it. The result is used even if the job of the trial runs again.
 
         Args:
             number: Number of the trial.
@@ -133,7 +133,7 @@ class Search:
         self._results[number] = (state, values, dict(recorded.intermediate_values))
 
     def _pass_on(self, number: int) -> None:
-        """Give the stored result of a trial to the sampler."""
+        """Pass the stored result of a trial to the sampler."""
         from optuna.trial import TrialState
 
         state, values, reported = self._results.pop(number)
@@ -147,10 +147,10 @@ class Search:
             self._proposing.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
 
     def _write_down(self, trial: Trial) -> None:
-        """Record a proposal. If the record already has this trial, compare the two.
+        """Record the values of a trial. If an earlier sweep recorded the trial, compare the values instead.
 
         Raises:
-            RunError: The recorded proposal differs.
+            RunError: The recorded values differ.
         """
         from optuna.trial import TrialState, create_trial
 

@@ -35,15 +35,15 @@ class Axis:
     """A swept key with its values.
 
     Attributes:
-        key: Key with its sign, as in an override: `+optimizer.lr`.
-        texts: Values of a list, as text in an override.
+        key: Config key with the sign `+` or `~` of its override, if any: `+optimizer.lr`.
+        texts: Values of a list, as written in an override.
         low: Lower end of an interval, included.
         high: Upper end of an interval, included.
-        is_log: Whether numbers are drawn uniformly in their logarithm.
+        is_log: Whether the logarithm of the numbers is drawn uniformly.
         is_integer: Whether the interval has only integers.
         is_interval: Whether the values are an interval. Otherwise they are a list.
-        when: Condition: values of other keys for which this key is swept. None sweeps the key always.
-        is_range: Whether the values are the numbers of a range in their order.
+        when: Values of other keys for which this key is swept. None: the key is always swept.
+        is_range: Whether `texts` are the numbers of a range in ascending or descending order.
     """
 
     key: str
@@ -58,7 +58,7 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """Key without its sign."""
+        """Config key without the sign `+` or `~`."""
         return self.key.lstrip("+~")
 
     def ends(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Axis:
         return tuple(dict.fromkeys((self.text(self.low), self.text(self.high))))
 
     def domain(self) -> list[object] | tuple[float, float] | None:
-        """Return the values for the HParams page of TensorBoard. Return None if they depend on the config of a job."""
+        """Return the values for TensorBoard's HParams page. Return None if a value contains an interpolation."""
         if self.is_interval:
             return self.low, self.high
         parsed = [(text, parse_override(f"{self.name}={text}").value()) for text in self.texts]
@@ -79,12 +79,12 @@ class Axis:
         return [text if value is None or isinstance(value, dict | list) else value for text, value in parsed]
 
     def texts_of(self, wanted: object) -> tuple[str, ...]:
-        """Return the texts in the list whose value equals a given value. For example, the value of `1e-3` is 0.001."""
+        """Return the elements of `texts` that mean a given value. For example, `1e-3` means 0.001."""
         parsed = ((text, parse_override(f"{self.name}={text}").value()) for text in self.texts)
         return tuple(text for text, value in parsed if are_same(value, wanted) or text == wanted)
 
     def text(self, value: float) -> str:
-        """Return a drawn number as text. Parsing the text gives the same number."""
+        """Return a drawn number as text, with all digits."""
         return str(int(value)) if self.is_integer else repr(float(value))
 
 
@@ -117,14 +117,19 @@ class Space:
         return [*self.fixed, *(f"{axis.key}={values[axis.key]}" for axis in self.axes if axis.key in values)]
 
     def is_there(self, axis: Axis, values: Combination) -> bool:
-        """Return whether an axis is swept for these values of other axes."""
+        """Return whether the condition of an axis is fulfilled.
+
+        Args:
+            axis: Axis with the condition.
+            values: Values of other swept keys as text, by key.
+        """
         return axis.when is None or all(
             any(values.get(other.key) in wanted for other in self.axes if other.name == name)
             for name, wanted in axis.when.items()
         )
 
     def grid(self) -> Iterator[Combination]:
-        """Yield every combination of the values of all lists. Keys whose condition is not fulfilled are left out."""
+        """Yield every combination of values. A combination has no value for a key with an unfulfilled condition."""
         yield from self._combine(self.by_condition(), {})
 
     def _combine(self, axes: Sequence[Axis], values: Combination) -> Iterator[Combination]:
@@ -137,7 +142,7 @@ class Space:
             yield from self._combine(rest, values if text is None else {**values, first.key: text})
 
     def corners(self) -> list[Combination]:
-        """Return combinations that cover every value of each list, and both ends of each interval and range."""
+        """Return combinations that contain every value of each list, and both ends of each interval and range."""
         found: dict[tuple[tuple[str, str], ...], Combination] = {}
         ordered = self.by_condition()
         for varied in self.axes:
@@ -154,7 +159,7 @@ class Space:
         return list(found.values())
 
     def by_condition(self) -> list[Axis]:
-        """Return the axes in an order in which each axis comes after the axes of its condition."""
+        """Return the axes sorted so that each axis comes after the axes on which its condition depends."""
         left, done = list(self.axes), dict[str, Axis]()
         while left:
             ready = [
@@ -203,7 +208,7 @@ def space_of(config: DictConfig, vocabulary: Vocabulary) -> Space:
 
 
 def _size_errors(axes: Sequence[Axis], *, is_sampled: bool) -> Iterator[ErrorDetails]:
-    """Yield an error if a grid has too many jobs, or a list too many values.
+    """Yield an error if a grid has too many jobs, or a sampled list has too many values.
 
     Args:
         axes: Swept keys.
@@ -218,7 +223,7 @@ def _size_errors(axes: Sequence[Axis], *, is_sampled: bool) -> Iterator[ErrorDet
 
 
 def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
-    """Return the last override of each key. Return None for a sweeper that is not exp's."""
+    """Return the last override of each key. Return None if the sweeper is not from exp."""
     texts = swept_texts(config)
     if texts is None:
         return None
@@ -232,10 +237,10 @@ def _lines(config: DictConfig, vocabulary: Vocabulary) -> list[Override] | None:
             raise ConfigError([replace(error.errors[0], source=source)]) from error
         is_group = vocabulary.group_exists(line.key_or_group)
         if not is_group:
-            # A later override replaces a swept one, even if one has the sign + and the other not.
+            # A later override of the same key replaces a swept override, even if only one of them has the sign +.
             name = line.key_or_group
             last = {key: one for key, one in last.items() if one.key_or_group != name or not one.is_sweep_override()}
-        # For a group, `+` adds an option to the options chosen by `=` and by other `+`.
+        # For a config group, `+` adds an option to the options that other overrides of the group chose.
         last[text if is_group and line.is_add() else line.get_key_element()] = line
     return list(last.values())
 
@@ -245,9 +250,13 @@ def _unswept_error(key: str, name: str, swept: Sequence[str]) -> ErrorDetails:
 
 
 def _condition(key: str, config: DictConfig, axes: Sequence[Axis], errors: list[ErrorDetails]) -> Condition | None:
-    """Return the condition of a swept key from `sweep.when`: values of other keys for which the key is swept.
+    """Return the condition of a swept key from `sweep.when`. Return None if the key has no condition.
 
-    Errors are added to `errors`.
+    Args:
+        key: The swept key.
+        config: Config of the sweep.
+        axes: All swept keys.
+        errors: List to which errors are appended.
     """
     conditions = cast(dict[str, dict[str, object]], OmegaConf.to_container(config.sweep.when, resolve=True))
     if key not in conditions:

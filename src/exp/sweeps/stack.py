@@ -5,8 +5,8 @@ One vmap call computes the gradients of all members. Each member then makes its 
     per member    run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
     shared        the data, forward and backward, the clock
 
-A member computes the same numbers as a single run of the job. The order of events in a step is the order of
-exp.engine.recording and exp.engine.checkpointing.
+A member is one of these jobs. It computes the same numbers as a single run of the job. The events of a step have the
+same order as in exp.engine.recording and exp.engine.checkpointing.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ Outcome = tuple[int, Report | ExpError]
 SAVE_SECONDS = 30.0
 # Largest number of members: the weights of more members do not fit into the CPU's cache.
 MOST_MEMBERS = 64
-# Largest number of parameters of a small network: 64 members with gradients, two optimizer averages and the best
-# checkpoint take 1.3 GB in float32.
+# Largest number of parameters of a stacked network. At this size, 64 members with gradients, two optimizer averages and
+# the best checkpoint take 1.3 GB in float32.
 MOST_PARAMETERS = 2**20
-# On a CPU, recurrent layers and operators with this many multiply-adds are slower in a stack.
-# Time of a stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
+# Operators with this many multiply-adds are slower in a stack on a CPU, and so are recurrent layers. Measured time of a
+# stacked step divided by the time of the single steps: LeNet 0.8, MLP 1.0, ResNet 1.1, LSTM 2.6.
 LARGE_OPERATOR = 2**26
 
 
 def train(jobs: Sequence[Job]) -> Iterator[Outcome]:
     """Train jobs together, each in a separate run directory.
 
-    Jobs that resume from different positions cannot share a step. Each position is therefore trained as a separate
-    stack, one after another.
+    Jobs that resume from different positions cannot share a step. The jobs of each position therefore form a separate
+    stack, and the stacks are trained one after another.
 
     Args:
         jobs: Checked jobs of one group of `exp.sweeps.stacking.groups`. A job resumes from its last checkpoint if its
@@ -138,10 +138,10 @@ def _refuse(decided: Plan) -> None:
 
 
 def is_faster(decided: Plan, network: nn.Module) -> bool:
-    """Return whether a stack takes less processor time than the same jobs in separate processes.
+    """Return whether a stack is expected to take less processor time than the same jobs in separate processes.
 
-    The rule uses the network and its input, not a measurement. A stack saves the time between operators, which is
-    short compared to the time of a large operator. Recurrent layers run slower in a stack.
+    The estimate uses the sizes of the network and its input. A stack saves the time between operators, which is short
+    compared to the time of a large operator. Recurrent layers are slower in a stack.
     """
     has_slow_layers = any(isinstance(module, nn.RNNBase) for module in network.modules())
     is_small = sum(parameter.numel() for parameter in network.parameters()) <= MOST_PARAMETERS
@@ -149,11 +149,11 @@ def is_faster(decided: Plan, network: nn.Module) -> bool:
 
 
 def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
-    """Return the run directory of a job, with a frozen config. Clear the directory if the job has no checkpoint.
+    """Return the run directory of a job after its config was frozen. Clear the directory of a job without a checkpoint.
 
     Args:
         job: The job.
-        text: Text of its config.yaml.
+        text: Text of config.yaml.
         origin: Result of `shared_origin`.
     """
     directory = cast(Path, job.directory)
@@ -166,7 +166,7 @@ def _directory(job: Job, text: str, origin: Mapping[str, object]) -> Path:
 
 
 def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
-    """Return the values that `resolve` gives for a job, derived from the plan of another job if possible.
+    """Return the resolved config of a job, derived from the plan of a similar job if possible.
 
     Args:
         job: The job.
@@ -174,7 +174,7 @@ def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
         decided: Plan of the similar job.
     """
     changed = changes(other.plain, job.plain)
-    # The key `weights` may name a run directory, which only `resolve` replaces by a file.
+    # The key `weights` may contain a run directory. Only `resolve` replaces it by the path of a checkpoint.
     if changed is None or any(path[0] == "weights" for path in changed):
         return resolve(job.new_config()).plain
     return with_changes(decided.plain, changed)
@@ -183,7 +183,7 @@ def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
 class Stack:
     """Members at the same position of their runs, trained together.
 
-    If a member fails, its tensors stay in the stack, but its values are no longer logged.
+    If a member fails, the tensors of the member stay in the stack, but its values are no longer logged.
     """
 
     def __init__(self, decided: Plan, members: Sequence[Member], *, precision: RunPrecision, flag: SignalFlag) -> None:
@@ -216,7 +216,8 @@ class Stack:
             forward=self._forward,
             total_steps=total_steps,
         )
-        # Steps that are not logged yet: number, samples, losses `[T, M]`, and the values of each member by tag.
+        # Steps that are not logged yet: number of the step, number of samples, losses `[T, M]` of T terms and M
+        # members, and the values of each member by tag.
         self._waiting: list[tuple[int, int, Tensor, list[Numbers]]] = []
         self._seconds_waited = 0.0
 
@@ -250,7 +251,7 @@ class Stack:
             self._hooks.detach()
 
     def _work(self) -> Iterator[None]:
-        """Train and test. Yield None after each epoch and at the end, because members may have failed."""
+        """Train and test. Yield None after each epoch and at the end, so that the caller handles failed members."""
         set_threads(threads_of(self._decided.settings.runtime.threads, operator=self._decided.operator))
         for member in self._members:
             member.begin()
@@ -301,7 +302,7 @@ class Stack:
         """Call a function for each running member. If the call raises an error, only that member fails.
 
         Args:
-            work: Function. Its arguments are a member and the entry of the member in each sequence.
+            work: Function that is called with a member, and with the member's entry in each sequence.
             *entries: Sequences with an entry for each member.
         """
         for member, *own in zip(self._members, *entries, strict=True):
@@ -345,7 +346,7 @@ class Stack:
             member.updates.move_schedule(interval)
 
     def _forward(self, network: nn.Module, batch: Batch) -> None:
-        """Run the forward and the objective of a single run on a network."""
+        """Run one forward and the objective on a network, as in a single run, for hooks that observe a forward."""
         with self._precision.forward_context():
             self._members[0].module.objective(self._run(network.train(), batch.data), batch)
 
@@ -386,7 +387,8 @@ class Stack:
         """Yield the remaining batches of the epoch.
 
         Yields:
-            The batch, and whether all members share its data. Shared data is `[B, ...]`, other data is `[M, B, ...]`.
+            The batch, and True if all members share the data of the batch. Shared data has the shape `[B, ...]`.
+            Separate data of M members has the shape `[M, B, ...]`.
         """
         seeds = [member.settings.seed for member in self._members]
         is_random = self._decided.data.shuffle or isinstance(self._loader.dataset, EpochDependent)
@@ -411,11 +413,11 @@ class Stack:
 
 
 def _stack_rows(entries: Sequence[Any], index: Tensor) -> Any:
-    """Return the data of several batches in one batch with an axis for members.
+    """Stack the data of several batches along a new first axis, with one row for each member.
 
     Args:
         entries: Data of one batch per distinct seed.
-        index: Index `[M]` of each member's batch in `entries`.
+        index: For each member, the index of its batch in `entries`, `[M]`.
     """
     first = entries[0]
     if isinstance(first, Mapping):

@@ -1,10 +1,11 @@
 """The hooks gradients, memory and throughput for the members of a stack.
 
-The hook `gradients` logs the gradient norms of each member. Its heat maps, histograms and update ratios are left out.
-The other hooks run once, on a copy of the first member, and all members log the same values: the memory of one member,
-but the resident memory and the times of the whole stack.
+The hook `gradients` logs the gradient norms of each member. It does not log heat maps, histograms and update ratios.
 
-Forward and backward run as one vmap call, so they share one time tag.
+The hooks `memory` and `throughput` run once, on a copy of the first member's network, and all members log their values.
+Values of memory are those of one member. Resident memory and times are those of the whole stack.
+
+Forward and backward run in one vmap call, so one tag contains the time of both.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Numbers = dict[str, float]
 
 
 class StackedHooks:
-    """The hooks of a stack, called in the order in which a single run calls its hooks.
+    """The hooks of a stack. The order of the calls is the same as in a single run.
 
     Args:
         hooks: Hooks by name, not yet attached to a network.
         network: Network of the first member.
         optimizer: Optimizer of the first member.
-        forward: Runs the forward pass and the objective on a network.
+        forward: Function that runs the forward and the objective on a network.
         total_steps: Number of optimizer steps of the whole run.
     """
 
@@ -50,7 +51,8 @@ class StackedHooks:
         total_steps: int,
     ) -> None:
         self._optimizer, self._forward = optimizer, forward
-        # The hook `memory` counts whole storages, and the parameters of a member are rows of a storage of the stack.
+        # The network is copied, because the hook `memory` counts whole storages. The parameters of a member are only
+        # rows of the stack's storages.
         sample = copy.deepcopy(network)
         for parameter in sample.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -94,7 +96,7 @@ class StackedHooks:
         self._pass("batch")
 
     def after_backward(self, gradients: Mapping[str, Tensor], *, members: int) -> list[Numbers]:
-        """Return the values that the hooks compute from unclipped gradients, for each member.
+        """Return the values that the hooks compute from unclipped gradients: one dict for each member.
 
         Args:
             gradients: Gradient of each parameter `[M, ...]`, by parameter name.
@@ -138,7 +140,7 @@ def _with_own_state(optimizer: Optimizer) -> Optimizer:
 
 
 def _norms(hook: Gradients, gradients: Mapping[str, Tensor]) -> list[list[float]]:
-    """Return the gradient norm of each parameter, for each member.
+    """Return a list for each member with the gradient norm of each parameter.
 
     One call per parameter computes the norms of all members.
     """

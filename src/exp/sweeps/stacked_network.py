@@ -1,11 +1,12 @@
-"""Networks of one architecture, computed together: stacked tensors, and one vmap for the gradients of all members.
+"""Networks of one architecture that are computed together by vmap.
 
-The parameters and buffers of a member are rows of the stacked tensors. Changes of the stack are therefore visible to
-the member's network, optimizer and state dict. Each member draws its dropout masks from the random stream that a single
-run uses.
+The parameters and buffers of a member are rows of stacked tensors. A change of the stacked tensors therefore changes
+the member's network, optimizer and state dict, too. Each member draws its dropout masks from the same random stream as
+a single run.
 
-Two facts of torch 2.13 are tested. A dropout on a CPU draws `empty_like(input).bernoulli_(1 - p)` and divides by 1 - p;
-at p = 0 and p = 1 it draws no numbers. Fused attention on a CPU has no rule for vmap, so the plain kernel is used.
+The module depends on two properties of torch 2.13, which tests check. A dropout on a CPU draws
+`empty_like(input).bernoulli_(1 - p)` and divides by 1 - p. At p = 0 and p = 1, a dropout draws no numbers. Fused
+attention on a CPU does not support vmap, so the plain kernel is used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from exp.objectives.objective import Objective
 from exp.shared_types import Batch
 
 Tensors = dict[str, Tensor]
-# Dropout layers that a stack supports, because it draws their masks separately for each member.
+# Dropout layers that a stack supports. It draws the masks of these layers separately for each member.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -43,12 +44,13 @@ class Unstackable(Exception):
 
 
 class _Mask(torch.autograd.Function):
-    """A function of autograd that returns the dropout factors, drawn separately for each member under vmap.
+    """An autograd function that draws dropout factors, separately for each member under vmap.
 
     Args:
         input: Input of the dropout, detached.
-        member: Index of the member. This index is batched even if the input is not, so vmap always calls `vmap` below.
-        draw: Returns the factors of one member, from its index and its input.
+        member: Index of the member. vmap calls the method `vmap` only if an argument is batched. This index is always
+            batched.
+        draw: Function that returns the factors of one member. Its arguments are the index and the input of the member.
     """
 
     @staticmethod
@@ -80,13 +82,13 @@ class StackedNetwork:
         seeds: Seed of each member.
         run: Result of `forward_by_name` for the first network.
         objective: Objective of all members.
-        autocast: Returns the context manager for a forward.
+        autocast: Function that returns the context manager for a forward.
 
     Attributes:
         trained: Names of the trainable parameters, in the order of the network.
 
     Raises:
-        Unstackable: A tensor has another shape or dtype in another member.
+        Unstackable: A tensor has different shapes or dtypes in the members.
     """
 
     def __init__(
@@ -102,9 +104,9 @@ class StackedNetwork:
         self.trained = [name for name, one in networks[0].named_parameters() if one.requires_grad]
         self._members = torch.arange(len(networks))
         self._generators = [torch.Generator() for _ in networks]
-        # Indices of the members. During a step, vmap replaces them by a batched index.
+        # Indices of the members. During a step, the attribute is the batched index that vmap passes.
         self._member = self._members
-        # Network for functional_call, which replaces its tensors by stacked tensors.
+        # Network for functional_call, which uses the stacked tensors instead of the network's tensors.
         self._template = copy.deepcopy(networks[0])
         dropouts = zip(_dropouts_of(self._template), *map(_dropouts_of, networks), strict=True)
         for module, *own in dropouts:
@@ -148,18 +150,17 @@ class StackedNetwork:
         return forward
 
     def gradients(self, batch: Batch, *, is_shared: bool, epoch: int, index: int) -> tuple[Tensors, Tensor]:
-        """Return the gradients and the losses of all members for one batch.
+        """Return the gradients and the losses of all M members for one batch.
 
         Args:
-            batch: Batch with data `[B, ...]` if all members share it, and `[M, B, ...]` otherwise.
+            batch: Batch with data `[B, ...]` if all members share the data, and `[M, B, ...]` otherwise.
             is_shared: Whether all members share the data.
             epoch: Epoch of the batch, counted from 0.
             index: Index of the batch in its epoch.
 
         Returns:
-            The gradient `[M, ...]` of each trained parameter by name, and the losses `[T, M]`. The first loss is the
-            objective.
-            If the objective has several terms, each term follows.
+            The gradient `[M, ...]` of each trained parameter by name, and the losses `[T, M]`. The first of the T rows
+            is the objective. If the objective has several terms, each term follows in one row.
         """
         self._template.train()
         fixed = dict(self._tensors)
@@ -180,7 +181,7 @@ class StackedNetwork:
         return {name: _like(gradients[name], trained[name]) for name in self.trained}, losses.T
 
     def evaluate(self, batch: Batch) -> list[Values]:
-        """Return the outputs and other values of the forward on one batch by name, for each member."""
+        """Return a dict for each member with the values of the forward on one batch, by name."""
         self._template.eval()
 
         def forward(tensors: Tensors) -> Values:
@@ -192,12 +193,12 @@ class StackedNetwork:
 
 
 def examine(network: nn.Module, batch: Batch, *, run: Forward, objective: Objective) -> None:
-    """Run a training step and an evaluation forward on a copy of a network, to find out if jobs can be stacked.
+    """Raise Unstackable if a training step and an evaluation of a network are not supported in a stack.
 
     Raises:
         Unstackable: A module other than a dropout draws random numbers, or a parameter gets no gradient. Also raised if
-            a step changes state that all members would share: state of a term, or of the network except values of
-            buffers.
+            a step changes state that all members would share. This is the state of a loss term, and the state of the
+            network except buffers.
     """
     network = copy.deepcopy(network)
     for dropout in _dropouts_of(network):
@@ -231,7 +232,7 @@ def _call(network: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any, **nam
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with the strides of its parameter. A fused optimizer reads both in memory order."""
+    """Return a gradient with the strides of its parameter, because fused optimizers read both in memory order."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -1,11 +1,11 @@
 """The rules that decide which jobs of a sweep are trained together in one process, as a stack.
 
-Jobs of a stack have equal configs, except for values that each member may have separately: optimizer, schedule,
-gradient clipping, seed, initial values and dropout rates. For each other job, a message names the key that prevents a
-stack.
+Jobs of a stack have equal configs, except for values that may differ between members: optimizer, schedule, gradient
+clipping, seed, initial values and dropout rates. For each job outside of a stack, a message names the config key that
+prevents stacking.
 
-This module does not import torch, because a sweep uses it before its first job. `exp.sweeps.stack` makes further checks
-on the network and the data after they are built.
+This module does not import torch, because a sweep uses the module before the first job starts. `exp.sweeps.stack` makes
+further checks on the network and the data after they are built.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from exp.shared_types import EPOCH_LOSS
 from exp.spelling import show
 from exp.sweeps.jobs import Job, Plain
 
-# Keys that may differ within a stack: each member uses its own value, or the value does not affect training.
+# Keys that may differ within a stack. Each member uses the value in its config, or the value does not affect training.
 OWN_KEYS = (
     COMPOSITION, "name", "seed", "monitor", "mode", "tags", "print_config", "optimizer", "scheduler", "initialisation",
     "weights", "sweep", "vars", "hydra",
 )  # fmt: skip
 OWN_TRAINER_KEYS = ("gradient_clip_val", "gradient_clip_algorithm", "enable_progress_bar", "enable_model_summary")
 HOOKS = {f"exp.hooks.{name.lower()}.{name}" for name in ("Gradients", "Memory", "Throughput")}
-# Settings of hooks that a stack does not support. It leaves out values whose period is auto.
+# Settings of hooks that a stack does not support. If a period is `auto`, a stack does not log the value.
 OF_SINGLE_RUNS = (
     *("peak_flops", "clipped", "heat_map_every_n_steps", "histogram_every_n_steps", "update_ratio_every_n_steps"),
 )
@@ -79,9 +79,8 @@ def groups(plains: Sequence[Plain], *, most: int | None = None) -> tuple[list[tu
         most: Largest number of jobs in a stack. None is no limit.
 
     Returns:
-        A tuple of job indices for each stack, each with at least two jobs. The second value has the reason for each
-        other
-        job, by its index.
+        The first value is a list of stacks. Each stack is a tuple with the indices of at least two jobs. The second
+        value maps the index of each other job to the reason.
     """
     alike: dict[str, list[int]] = {}
     reasons: dict[int, str] = {}
@@ -105,7 +104,7 @@ def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: in
 
     Args:
         jobs: Checked jobs. Jobs that have ended must be included, so that a resumed sweep forms the same stacks.
-        is_left: Returns whether a job still has to run.
+        is_left: Function that returns whether a job still has to run.
         slots: Number of processes that run at a time.
     """
     whole = [job for job in jobs if job.error is None]
@@ -119,7 +118,7 @@ def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: in
 
 
 def obstacle(plain: Plain) -> str | None:
-    """Return a line with the key that prevents a stack and the reason. Return None if the job can be in a stack."""
+    """Return the reason why a job cannot be stacked, with the config key. Return None if the job can be stacked."""
     found = next(_obstacles(plain), None)
     return None if found is None else "{} cannot be stacked: {}".format(*found)
 
@@ -161,7 +160,7 @@ def _obstacles(plain: Plain) -> Iterator[tuple[str, str]]:
 
 
 def signature(plain: Plain) -> str:
-    """Return a text that is equal for jobs that can form one stack, and different for other jobs."""
+    """Return a text for comparing jobs. Two jobs can be in the same stack if their texts are equal."""
     kept = {key: value for key, value in plain.items() if key not in OWN_KEYS}
     kept["trainer"] = {key: value for key, value in plain["trainer"].items() if key not in OWN_TRAINER_KEYS}
     kept["model"] = _without_own_values(plain["model"])
@@ -178,7 +177,7 @@ def _without_own_values(node: Any) -> Any:
     own |= {"initialisation"} if is_node(node) else set()
     found = {name: _without_own_values(value) for name, value in node.items() if name not in own}
     if isinstance(found.get("constants"), dict):
-        # A constant that no forward program uses only served interpolations, and these are already resolved.
+        # Ignore a constant that no forward program uses. Only interpolations used it, and these are already resolved.
         programs = f"{node.get('forward')} {node.get('programs')}"
         found["constants"] = {name: value for name, value in found["constants"].items() if name in programs}
     return found

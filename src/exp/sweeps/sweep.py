@@ -1,6 +1,6 @@
 """A sweep, `python -m exp.train -m ...`. The function `sweep` is the whole command.
 
-sweep_settings   which keys are swept, and how
+sweep_settings   the settings of the sweep, and the swept keys
 jobs, search     the jobs of a grid or of a search, composed and checked
 sweep_runner     runs the jobs of a queue through an executor, and records them in the ledger
 sweep_view       the table, the lines on the screen, TensorBoard
@@ -59,11 +59,11 @@ class Sweep:
         master: Result of `compose_sweep`.
         directory: Directory of the sweep.
         executor: Runs the jobs.
-        check: Returns the error of each of several configs.
+        check: Function that checks several configs; see `exp.sweeps.jobs.Check`.
         is_dry: Whether the sweep only checks its jobs, and reports all their errors.
 
     Attributes:
-        planned: Jobs of a grid. In a dry run of a search, the corners of its space.
+        planned: Jobs of a grid. In a dry run of a search, the jobs that `Space.corners` returns.
         view: Shows the results.
     """
 
@@ -81,7 +81,7 @@ class Sweep:
         is_compared = settings.is_search and settings.values["monitor"] is None
         reads = (*READ_ONCE, "monitor", "mode") if is_compared else READ_ONCE
         self._jobs = Jobs(master=master, directory=directory, check=check, everything=is_dry, reads=reads)
-        # Identity of the config that all jobs of a search share.
+        # Identity of the shared config of all jobs of a search.
         self._shared = identity_of(plain_values(master.config)) if settings.is_search else None
         self._ledger = Ledger(directory)
         self.view = SweepView(directory, settings)
@@ -158,7 +158,7 @@ class Sweep:
         Raises:
             ConfigError: One of the first jobs has an error.
         """
-        # Skip the check that imports torch if the first jobs have other errors, because the sweep does not start.
+        # If the first jobs already have errors, skip the check that imports torch, because the sweep does not start.
         if not is_first or self._jobs.everything or not any(job.error for job in jobs):
             jobs = self._jobs.check(jobs)
         if is_first and any(job.error for job in jobs):
@@ -166,10 +166,10 @@ class Sweep:
         return list(jobs)
 
     def _find_known(self, job: Job) -> Job:
-        """Return the job with its number and run directory from an earlier sweep in this directory.
+        """Return the job with the number and the run directory that it had in an earlier sweep in this directory.
 
-        If the earlier sweep did not start the job, the job has no such number and directory. In a grid, the job then
-        gets the next free number.
+        If the earlier sweep did not start the job, a job of a search is returned unchanged. A job of a grid gets the
+        next free number.
         """
         if job.error is not None or not self._ledger.has_jobs:
             return job
@@ -180,7 +180,7 @@ class Sweep:
         return job if self.settings.is_search else self._jobs.compose(self._ledger.next_number(), job.overrides)
 
     def _group(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the jobs in lists, one list for each process."""
+        """Return a list of jobs for each process. A list with several jobs is a stack."""
         wanted, count = self.settings.values["stack"], sum(job.error is None for job in jobs)
         if wanted is not False and self._executor.stacks and count >= LEAST_STACKED:
             return group_jobs(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
@@ -190,7 +190,7 @@ class Sweep:
         return [[job] for job in jobs]
 
     def _search(self) -> None:
-        """Check the corners of the space, then run the jobs that the search proposes."""
+        """Check jobs at the limits of all swept values, then run the jobs that the search proposes."""
         settings, directory = self.settings, self._directory
         corners = [
             self._jobs.compose(place, settings.space.overrides(values))
@@ -220,7 +220,7 @@ class Sweep:
             value = {"number": trial, "sweep": os.path.relpath(directory, job.directory)}
             with open_dict(config):
                 config.sweep.trial = value
-            # A stack freezes the plain values.
+            # `plain` is changed, too, because a stack freezes these values.
             return replace(job, packed=pack(config), plain=with_changes(job.plain, {("sweep", "trial"): value}))
 
         def group(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -242,9 +242,9 @@ def compose_sweep(
 
     Args:
         overrides: Overrides of the command.
-        config_dir: Further directory of configs.
+        config_dir: Additional directory of configs.
         config_name: Name of the primary config.
-        check: Returns errors that are found without torch; see exp.check.stages.compose.
+        check: Function that returns errors found without torch; see exp.check.stages.compose.
 
     Raises:
         ConfigError: The shared config has errors that can be found without importing torch.
@@ -273,23 +273,23 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     resumed = _find_resumed(master, wanted)
     with handle_signals(_leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         try:
-            # The shared config determines the directory, so a swept name does not affect it.
+            # The directory depends only on the shared config. Therefore, a swept `name` does not change the directory.
             directory = make_exclusively(wanted) if resumed is None else resumed
         except OSError as error:
             raise RunError(f"the sweep directory {wanted} cannot be created: {error.strerror or error}") from error
         with lock_sweep(directory):
             if resumed is not None:
-                # Two levels: the run directories of the jobs, and their subdirectories.
+                # Two levels: the run directories of the jobs, and the directories inside of them.
                 remove_partial_files(directory, levels=2)
             return _run(master, directory, executor=executor, check=check)
 
 
 def _find_resumed(master: Composition, wanted: Path) -> Path | None:
-    """Return the directory of the sweep to resume. Return None if a new sweep begins.
+    """Return the directory of the sweep to resume. Return None if a new sweep has to start.
 
     Args:
         master: Result of `compose_sweep`.
-        wanted: Directory that a new sweep would have.
+        wanted: Directory that a new sweep would use.
     """
     resume = master.config.sweep.resume
     found = None if resume is None else find_sweep(resume, new=wanted)
@@ -299,7 +299,7 @@ def _find_resumed(master: Composition, wanted: Path) -> Path | None:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    # Raise KeyboardInterrupt, because code that composes configs or draws values may catch an Exception.
+    # Raise KeyboardInterrupt, because code that composes configs or draws values may catch every Exception.
     raise KeyboardInterrupt from Interrupted(signum=signum, checkpoint=None)
 
 
@@ -335,7 +335,7 @@ def _run(master: Composition, directory: Path, *, executor: Executor, check: Che
 
 
 def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) -> int:
-    """Print the results of an interrupted sweep and the command that resumes it. Return the exit status."""
+    """Print the results of an interrupted sweep and the command to resume the sweep. Return the exit status."""
     interrupted = _interruption_of(error)
     print(f"{interrupted}\nthe sweep has ended", file=sys.stderr)
     _finish(jobs, directory)
@@ -345,9 +345,9 @@ def _end_interrupted(error: BaseException, jobs: Sweep | None, directory: Path) 
 
 
 def _interruption_of(error: BaseException) -> Interrupted:
-    """Return the Interrupted error that an exception is, or from which it was raised.
+    """Return the Interrupted error in an exception: the exception itself or its cause.
 
-    For any other exception, return an Interrupted error of SIGINT.
+    If neither is an Interrupted error, return a new one for SIGINT.
     """
     for one in (error, error.__cause__):
         if isinstance(one, Interrupted):
@@ -365,7 +365,7 @@ def _print_plan(jobs: Sweep) -> None:
 
 
 def _finish(jobs: Sweep | None, directory: Path) -> None:
-    """Write and print the table. Remove the directory of a sweep without a started job."""
+    """Write and print the table. If no job was started, remove the directory of the sweep instead."""
     if jobs is None or not jobs.view.rows:
         _remove_unused(directory)
         return
@@ -376,7 +376,7 @@ def _finish(jobs: Sweep | None, directory: Path) -> None:
 def _remove_unused(directory: Path) -> None:
     """Remove the directory of a sweep without a started job, and its empty parent directories."""
     if (directory / JOBS).is_file():
-        return  # keep the jobs of the earlier sweep that this sweep would have resumed
+        return  # keep the directory, because it contains jobs of an earlier sweep
     shutil.rmtree(directory, ignore_errors=True)
     # If another sweep runs at the same time, a directory may be in use or already removed.
     with contextlib.suppress(OSError):

@@ -59,7 +59,7 @@ class SweepRunner:
         self._ledger, self._view = ledger, view
         self._running: dict[int, _Running] = {}
         self._processes = itertools.count()
-        # Run directories that this sweep has assigned to jobs.
+        # Run directories of the jobs that this sweep has started.
         self._taken: set[Path] = set()
         # Number of signals that were sent to the jobs.
         self._passed_on = 0
@@ -121,10 +121,10 @@ class SweepRunner:
         return "" if time.monotonic() - begun < self._settings.seconds else f"ended by sweep.timeout={timeout}"
 
     def _start_next(self, queue: Queue, received: Sequence[int]) -> bool:
-        """Take the next jobs from the queue. Start them, or record their rows if they need not run.
+        """Take the next jobs from the queue. Start each job, or record its table row if it need not run.
 
         Returns:
-            Whether the queue had a job.
+            False if the queue had no job.
         """
         try:
             jobs = queue.next()
@@ -146,7 +146,7 @@ class SweepRunner:
         return bool(jobs)
 
     def _start(self, jobs: Sequence[Job]) -> None:
-        """Start jobs in one process, after their entries are written to the ledger."""
+        """Write the entries of jobs to the ledger, then start the jobs in one process."""
         started, process, entries = time.perf_counter(), next(self._processes), []
         for job in jobs:
             directory = cast(Path, job.directory)
@@ -162,7 +162,7 @@ class SweepRunner:
     def _place(self, job: Job) -> Job:
         """Return the job with an unused run directory.
 
-        The directory changes only if hydra.sweep.subdir gave an earlier job the same directory.
+        The directory of the job is changed only if hydra.sweep.subdir gave an earlier job the same directory.
         """
         if job.is_known:
             return job
@@ -194,7 +194,7 @@ class SweepRunner:
         self._view.print_end(row)
 
     def _ends(self, received: Sequence[int]) -> Iterator[tuple[Job, Report | ExpError, float]]:
-        """Pass new signals to the jobs, wait at most WAIT_SECONDS, and yield the jobs that have ended.
+        """Pass new signals on to the jobs, wait at most WAIT_SECONDS, and yield the jobs that have ended.
 
         Yields:
             The job, its report or error, and its duration in seconds.
@@ -207,7 +207,7 @@ class SweepRunner:
             yield one.job, end.outcome, time.perf_counter() - one.started
 
     def _end_running(self, received: Sequence[int]) -> None:
-        """Let all running jobs save their state and end, and wait for them. A second signal kills the jobs."""
+        """Send SIGTERM to all running jobs, and wait until the jobs have ended. A second signal kills the jobs."""
         if self._running and not self._passed_on:
             self._executor.end(signal.SIGTERM)
         while self._running:

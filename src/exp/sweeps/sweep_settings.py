@@ -1,4 +1,4 @@
-"""The settings of a sweep, read once before its jobs, and the errors of settings that do not fit the swept keys."""
+"""The settings of a sweep, and the errors of settings that are incompatible with the swept keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from exp.sweeps.space import Axis, Space, space_of
 
 # Keys of the config that a sweep reads before it composes jobs.
 READ_FIRST = ("sweep", "seed", "monitor", "mode")
-# Prefix of the launchers that run jobs through exp.sweeps.executor.
+# Prefix of the class names of launchers that run jobs through exp.sweeps.executor.
 OUR_LAUNCHERS = "hydra_plugins.exp."
 # Overrides that do not affect the list of jobs.
 OF_RESUME = ("sweep.resume=", "sweep.retry_failed=")
@@ -45,7 +45,7 @@ class SweepSettings:
     Attributes:
         values: Node `sweep` of the config.
         overrides: Overrides of the command, except those that resume a sweep.
-        monitor: Tag by which jobs are compared. None compares no jobs.
+        monitor: Tag by which jobs are compared. None: jobs are not compared.
         mode: Direction of the monitored tag.
         seed: Seed of the search.
         space: Swept keys with their values.
@@ -75,15 +75,15 @@ class SweepSettings:
 
     @property
     def seconds(self) -> float:
-        """Time in seconds after which no more jobs start. inf without a limit."""
+        """Time in seconds after which no more jobs start. inf: no limit."""
         timeout = self.values["timeout"]
         return math.inf if timeout is None else span_seconds(timeout) if isinstance(timeout, str) else timeout
 
     @property
     def repeat_over(self) -> str | None:
-        """The swept key in which repeats of a job differ, such as seed. None if there are no repeats.
+        """The swept key in which repeats differ, such as seed. None if the sweep has no repeats.
 
-        sweep.repeat_over sets the key. Without this setting, the key is `data.split.fold` if folds are swept without a
+        sweep.repeat_over sets the key. If it is null, the key is `data.split.fold` if this key is swept without a
         pruner.
         """
         over = self.values["repeat_over"]
@@ -97,7 +97,7 @@ class SweepSettings:
 
     @property
     def drawn(self) -> Space:
-        """The space without the repeated axis."""
+        """The space without the repeated key, from which a search draws values."""
         return replace(self.space, axes=tuple(axis for axis in self.space.axes if axis is not self.repeated))
 
     @property
@@ -112,7 +112,7 @@ class SweepSettings:
         return shlex.join(["python", "-m", "exp.train", "-m", *self.overrides, f"sweep.resume={directory}"])
 
     def errors(self) -> Iterator[ErrorDetails]:
-        """Yield an error for each setting that does not fit the swept keys."""
+        """Yield an error for each setting that is incompatible with the swept keys."""
         over = self.repeat_over
         if over is not None and self.repeated is None:
             yield not_supported_with("sweep.repeat_over", over, f"one {over}", "a swept key, such as seed=0,1,2")
@@ -171,7 +171,7 @@ def read_settings(master: Composition) -> SweepSettings:
 
 
 def refuse_settings(master: Composition) -> None:
-    """Raise ConfigError for settings that no sweep supports, before other functions read the settings."""
+    """Raise ConfigError for settings that no sweep supports. Call this function before `read_settings`."""
     lines = [parse_override(text) for text in filter(is_of_sweep, recorded_overrides(master.config))]
     expected = "one value for the whole sweep"
     errors = [
@@ -193,6 +193,6 @@ def refuse_settings(master: Composition) -> None:
 
 
 def wanted_directory(master: Composition) -> Path:
-    """Return the directory that a new sweep would have, from hydra.sweep.dir."""
+    """Return the directory of a new sweep, from hydra.sweep.dir."""
     with hydra_config(master.config):
         return Path(master.config.hydra.sweep.dir)

@@ -34,7 +34,7 @@ class SweepView:
 
     Attributes:
         rows: Rows of the table, by job number.
-        ended_early: Reason why the sweep ended before all jobs were run. Empty if it did not.
+        ended_early: Reason why the sweep ended before all jobs were run. Empty if all jobs were run.
     """
 
     def __init__(self, directory: Path, settings: SweepSettings) -> None:
@@ -93,7 +93,7 @@ class SweepView:
         print(redact("  ".join(filter(None, facts))), flush=True)
 
     def say_once(self, line: str) -> None:
-        """Print a line, but only the first time."""
+        """Print a line unless this method has already printed it."""
         if line not in self._said:
             self._said.add(line)
             print(redact(line), flush=True)
@@ -116,10 +116,10 @@ class SweepView:
         return [self.rows[number] for number in sorted(self.rows)]
 
     def declare(self, jobs: Sequence[Job]) -> None:
-        """Write the swept keys and the compared tags for TensorBoard, once per sweep.
+        """Write the swept keys and the compared tags for TensorBoard's HParams page, once per sweep.
 
         Args:
-            jobs: Jobs of the first batch. For a search, the corners of its space.
+            jobs: Jobs of the first batch. For a search, the jobs that `Space.corners` returns.
         """
         space = self._settings.space
         if self.rows or not space.axes or not any(map(_has_tensorboard, jobs)):
@@ -152,6 +152,6 @@ def _has_tensorboard(job: Job) -> bool:
 def _first_line(error: ExpError) -> str:
     if isinstance(error, ConfigError):
         return "; ".join(str(one) for one in error.errors)
-    # args[0] leaves out the command that resumes the run, because a table cell is too narrow for it.
+    # args[0] does not contain the command that resumes the run, which is too long for a table cell.
     lines = str(error.args[0]).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,7 @@
-"""The command python -m exp.data, which shows statistics, leaks between splits, and pictures of the data."""
+"""The command python -m exp.data.
+
+It shows statistics of the data, samples that several splits share, and pictures.
+"""
 
 from exp.cli.dispatch import run
 

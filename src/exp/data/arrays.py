@@ -1,4 +1,7 @@
-"""Named arrays from NumPy's files. .npy files are memory-mapped, and may be larger than memory; .npz files are read."""
+"""Data set of named arrays from NumPy's files.
+
+.npy files are memory-mapped, so they may be larger than memory. .npz files are read into memory completely.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,35 @@ from exp.data.entries import TARGET
 from exp.data.in_memory import Entries, Gathered
 from exp.data.labels import classes_in
 
-# Floating and complex numbers, integers and booleans; no texts, dates or objects.
+# The kinds of NumPy dtypes that are supported: floating, complex, signed, unsigned and boolean. Text, dates and objects
+# are not.
 NUMERIC = "fciub"
 
 
 class Arrays(Gathered):
-    """Named NumPy arrays `[N, ...]` of equal length as inputs and a target.
+    """Data set of named NumPy arrays `[N, ...]` of equal length: one or several inputs and a target.
 
-    A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
-    `target`. Nothing in a file is executed: pickles and arrays of objects are errors.
+    If there is one input, a sample is the pair (input, target). If there are several inputs, a sample is a mapping
+    from the names of the inputs and the name `target` to their values. Pickles and arrays of objects are errors,
+    because loading them could execute code.
 
-    Arrays of float64, complex128 and bool (masks) keep their dtype. Other floating numbers and bytes (pixels) become
-    float32. Other integers (tokens, classes) become int64. A run rounds float64 to float32 unless its precision is
-    fp64.
+    Arrays of float64, complex128 and bool (masks) keep their dtype. Arrays of other floating dtypes become float32, and
+    complex64 is kept. Input arrays of uint8 (pixels) become float32. Other integers (tokens, classes) become int64. The
+    run converts float64 to float32 later, unless its precision is fp64.
 
     Args:
-        path: A folder of .npy files, which are memory-mapped, or an .npz file, which is read completely. The path is
-            relative to the current folder or to `directory`.
-        target: The name of the target array, for example `labels` for labels.npy. Integers and bytes are classes.
-            Floating numbers `[N]` become `[N, 1]`.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        inputs: The names of the input arrays; None for all arrays except the target.
-        scale: The factor by which arrays of bytes are multiplied; 0.00392 maps pixels to 0 to 1.
+        path: Path of a folder with .npy files, or of an .npz file. It is relative to the current folder or to
+            `directory`.
+        target: The name of the target array, for example `labels` for labels.npy. Default: `target`. Integers are class
+            numbers. Floating numbers of shape `[N]` are reshaped to `[N, 1]`.
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        inputs: The names of the input arrays. Default: all arrays except the target.
+        scale: The factor by which input arrays of uint8 are multiplied. Default: 1. The factor 0.00392 maps pixels to
+            the range 0 to 1.
 
     Raises:
-        ConfigError: A file or a name does not exist, arrays differ in length, or an array has no numbers.
+        ConfigError: A file or an array name does not exist, arrays differ in length, or the values of an array are not
+            numbers.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Arrays(Gathered):
         return read_archive(self.place) if self.place.is_file() else _map_folder(self.place)
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker maps the files again: a pickled mapping would contain the whole array.
+        # Worker processes map the files themselves, because a pickled memory map would contain the whole array.
         return {name: value for name, value in vars(self).items() if name != "_held"}
 
     def __len__(self) -> int:
@@ -113,10 +120,10 @@ def _map_folder(folder: Path) -> dict[str, np.ndarray]:
 
 
 def map_file(file: Path) -> np.ndarray:
-    """Return the memory-mapped array of a .npy file.
+    """Return the array in a .npy file, memory-mapped.
 
     Raises:
-        ConfigError: The file does not contain an array of numbers `[N, ...]`.
+        ConfigError: The file cannot be read, or does not contain an array of numbers with at least one axis.
     """
     try:
         found: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -127,10 +134,10 @@ def map_file(file: Path) -> np.ndarray:
 
 
 def read_archive(file: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name, without executing pickles.
+    """Return a mapping from the names of the arrays in an .npz file to the arrays.
 
     Raises:
-        ConfigError: The file is not an .npz file, or contains Python objects.
+        ConfigError: The file is not an .npz file, or contains Python objects. Objects are not unpickled.
     """
     try:
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:

@@ -1,6 +1,10 @@
-"""Batch samplers that group samples of similar length. A batch has a number of samples or of tokens.
+"""Batch samplers that group samples of similar length.
 
-exp makes a batch sampler for each split. Before each epoch, it seeds the generators from (seed, split, epoch).
+LengthBuckets makes batches with the same number of samples. TokenBatches makes batches with at most a given number of
+tokens.
+
+exp constructs a batch sampler for each split. Before each epoch, exp seeds the random generators from (seed, split,
+epoch).
 """
 
 from __future__ import annotations
@@ -19,28 +23,30 @@ from exp.data.loader import batch_count
 from exp.data.sample_values import attribute_values, entry_of, values_of
 
 KEY = "batch_sampler"
-# The attribute of a data set that has the lengths of all its samples.
+# The name of the optional attribute of a data set that contains the lengths of all its samples.
 LENGTHS = "lengths"
 
 
 class LengthBuckets(Sampler[list[int]]):
-    """Batches of samples of similar length: the samples are divided by length into buckets, and a batch is from one
-    bucket.
+    """Batch sampler that takes all samples of a batch from the same bucket of similar lengths.
 
-    The last batch of a bucket may have fewer samples.
+    The sampler sorts the samples by length and divides them into buckets with about the same number of samples. The
+    last batch of a bucket may have fewer samples than the other batches.
 
     Args:
         data_source: The split to sample from.
-        batch_size: The number of samples in a global batch. The default is data.batch_size.
-        shuffle: Whether to shuffle the samples in each bucket, and the batches. exp passes True for training.
-        drop_last: Whether to drop the short last batch of each bucket. exp passes True only for training.
-        buckets: The number of buckets, which have about the same number of samples.
-        entry: The name of the value of a sample that has the length. It is used if the data set has no attribute
-            `lengths`; every sample is then read once.
-        inputs: The names of a sample's values.
+        batch_size: The number of samples in a global batch. exp passes data.batch_size if the config does not set it.
+        shuffle: Whether to shuffle the samples within each bucket, and the order of the batches. exp passes
+            data.shuffle for training, and False for the other splits.
+        drop_last: Whether to drop the last batch of a bucket if it has fewer samples. exp passes data.drop_last for
+            training, and False for the other splits.
+        buckets: The number of buckets. Default: 8.
+        entry: The name of the value of a sample that is measured. Default: `input`. The sampler ignores this option if
+            the data set has an attribute `lengths`. If it does not, the sampler reads every sample once.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: The entry does not exist or has no length.
+        ConfigError: The samples do not have the value named `entry`, or this value has no length.
     """
 
     def __init__(
@@ -71,20 +77,22 @@ class LengthBuckets(Sampler[list[int]]):
 
 
 class TokenBatches(Sampler[list[int]]):
-    """Batches with a limited number of tokens, including padding.
+    """Batch sampler that makes batches with a limited number of tokens, including padding.
 
-    The number of tokens is the number of samples times the length of the longest sample. Samples are sorted by length,
-    which minimizes padding. In training, samples of equal length are shuffled, and so are the batches.
+    The number of tokens in a batch is the number of samples times the length of its longest sample. The samples are
+    sorted by length, because samples of similar length need little padding.
 
     Args:
         data_source: The split to sample from.
         tokens: The maximum number of tokens in a global batch, over all ranks.
-        shuffle: Whether to shuffle. exp passes True for training.
-        entry: See LengthBuckets.
-        inputs: The names of a sample's values.
+        shuffle: Whether to shuffle samples of equal length, and the order of the batches. exp passes data.shuffle for
+            training, and False for the other splits.
+        entry: The name of the value of a sample that is measured; see LengthBuckets. Default: `input`.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: A sample has more than `tokens` tokens, or the entry has no length.
+        ConfigError: A sample has more than `tokens` tokens, the samples do not have the value named `entry`, or this
+            value has no length.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class TokenBatches(Sampler[list[int]]):
             raise data_error(f"{KEY}.tokens", got=got, expected=f"{longest} or more, the length of the longest sample")
         self.sizes: list[int] = []
         count = 0
-        # The lengths are sorted, so the current sample is the longest of its batch.
+        # `length` is the longest sample of the current batch, because the lengths are in ascending order.
         for length in self.lengths.sort().values.tolist():
             if count and (count + 1) * length > tokens:
                 self.sizes.append(count)
@@ -123,24 +131,27 @@ class TokenBatches(Sampler[list[int]]):
 
 
 def shuffle_batches(batches: Sequence[list[int]]) -> list[list[int]]:
-    """Return batches in a random order."""
+    """Return the batches in a random order. The samples within a batch keep their order."""
     return [batches[index] for index in torch.randperm(len(batches)).tolist()]
 
 
 def lengths_of(part: AnyDataset, *, entry: str, inputs: Sequence[str]) -> Tensor:
-    """Return the length of each sample along its first axis, int64 `[N]`.
+    """Return the lengths of all samples of a split, int64 `[N]`.
+
+    The lengths are read from the attribute `lengths` of the data set. If there is no such attribute, every sample is
+    read, and the length of one of its values is taken.
 
     Args:
         part: The split.
-        entry: The name of the value of a sample that has the length.
-        inputs: The names of a sample's values.
+        entry: The name of the value of a sample that is measured.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: The entry does not exist or has no length.
+        ConfigError: The samples do not have the value named `entry`, or this value has no length.
     """
     if (found := attribute_values(part, LENGTHS)) is not None:
         return found.long()
-    # If data.inputs has no name `input`, the first input replaces the default entry.
+    # The default `input` means the first name in data.inputs if data.inputs does not contain the name `input`.
     name = inputs[0] if entry == "input" and inputs and entry not in inputs else entry
 
     def pick(sample: object) -> int:

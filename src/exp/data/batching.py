@@ -1,6 +1,7 @@
-"""The samples of the global batches of each split, in every epoch.
+"""Choice of the samples in each global batch, for every split and epoch.
 
-Samplers of torch's kind run with seeded generators, and the indices that they return are checked.
+torch's samplers, and the user's subclasses of torch's Sampler, run with seeded random generators. exp checks the
+indices that a sampler returns.
 """
 
 from __future__ import annotations
@@ -33,34 +34,41 @@ from exp.errors import (
 )
 from exp.shared_types import Stage
 
-# The items that a sampler returns: indices of samples, or for a batch sampler lists of indices.
+# A sampler or a batch sampler. The items of a sampler are indices of samples. The items of a batch sampler are lists of
+# indices.
 AnySampler = Sampler[Any]
 Items = list[Any]
-# A function that makes a sampler: the class, or a functools.partial of the class.
+# A sampler class, or a functools.partial of a sampler class.
 MakeSampler = Callable[..., AnySampler]
-# The packages with samplers that depend only on the random generators, not on earlier epochs.
+# The packages whose samplers depend only on the random generators. Samplers of other packages may depend on earlier
+# epochs.
 STATELESS = ("exp", "torch")
-# A function that checks the items of an epoch. It returns descriptions of the invalid and of the expected items. It
-# returns None if all items are valid.
+# A function that checks the items of an epoch. It returns None if all items are valid. Otherwise it returns two texts:
+# a description of the invalid item, and a description of valid items.
 Judge = Callable[[Sequence[Any]], tuple[str, str] | None]
 
 
 class Passes:
-    """The items that a sampler returns in each epoch. All epochs have the same number of items.
+    """Function that returns the items of a sampler, or of a batch sampler, for any epoch.
 
-    Before each epoch, the generators of Python, NumPy and torch are seeded from (seed, stage, epoch). If the sampler
-    has `set_epoch`, it is called. A sampler of another package may keep state between epochs; for such a sampler, a
-    resumed run repeats all earlier epochs.
+    The generators of Python, NumPy and torch are seeded from (seed, stage, epoch) before each epoch. If the sampler
+    has a method `set_epoch`, this method is called with the epoch.
+
+    Samplers outside exp and torch may keep state between epochs. A resumed run therefore repeats all earlier epochs of
+    such a sampler.
 
     Args:
-        make: Makes the sampler.
-        key: The config key below `data.`, for messages.
-        stage: The stage of the split.
+        make: Function that constructs the sampler.
+        key: The config key of the sampler below `data.`, for messages.
+        stage: The name of the split: `train`, `val` or `test`.
         seed: The seed of the run.
-        judge: Checks the items of an epoch.
+        judge: Function that checks the items of an epoch; see Judge.
+
+    Attributes:
+        length: The number of items in an epoch, which is the same for all epochs.
 
     Raises:
-        ConfigError: The first epoch is invalid.
+        ConfigError: The items of epoch 0 are invalid.
     """
 
     def __init__(self, make: Callable[[], AnySampler], *, key: str, stage: Stage, seed: int, judge: Judge) -> None:
@@ -74,8 +82,8 @@ class Passes:
         """Return all items of an epoch.
 
         Raises:
-            RunError: The epoch is invalid.
-            UserCodeError: The sampler fails.
+            RunError: An item is invalid, or the number of items differs from epoch 0.
+            UserCodeError: The sampler raises an error.
         """
         if self._last is not None and self._last[0] == epoch:
             return self._last[1]
@@ -124,11 +132,11 @@ class Passes:
 
 
 class SampledOrder:
-    """The sample indices that a sampler returns, by epoch.
+    """Function that returns the indices of the training samples that a sampler chooses in an epoch, int64.
 
     Args:
-        make: Makes the sampler.
-        samples: The number of samples in the split.
+        make: Function that constructs the sampler.
+        samples: The number of samples in the training split.
         seed: The seed of the run.
     """
 
@@ -144,14 +152,14 @@ class SampledOrder:
 
 
 class SampledBatches(EpochBatches):
-    """The global batches that a batch sampler returns.
+    """Global batches that a batch sampler chooses.
 
-    In evaluation, the batches must contain each sample exactly once.
+    The batches of the validation and test splits must contain each sample exactly once.
 
     Args:
-        make: Makes the batch sampler.
+        make: Function that constructs the batch sampler.
         samples: The number of samples in the split.
-        stage: The stage of the split.
+        stage: The name of the split: `train`, `val` or `test`.
         seed: The seed of the run.
     """
 
@@ -185,9 +193,9 @@ class SampledBatches(EpochBatches):
 
 
 def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | None:
-    """Return the first item that is not a sample index, and a description of valid items.
+    """Return None if all items are indices of samples.
 
-    Returns None if all items are valid.
+    Otherwise return two texts: the first invalid item, and a description of valid items.
     """
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
@@ -196,13 +204,15 @@ def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | Non
 
 
 def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Callable[[], AnySampler]:
-    """Return the function that makes a sampler.
+    """Return a function without parameters that constructs a sampler.
+
+    The function raises ConfigError if the sampler's constructor rejects its arguments.
 
     Args:
-        make: The class of the sampler, or a functools.partial of the class.
-        key: The config key below `data.`, for messages.
-        offers: Values by parameter name. They are passed if the sampler has the parameter and the config does not set
-            it.
+        make: The class of the sampler, or a functools.partial of the class with the arguments in the config.
+        key: The config key of the sampler below `data.`, for messages.
+        offers: Additional arguments by parameter name. An argument is passed only if the constructor has this parameter
+            and the config does not set it.
     """
     target, given = (make.func, dict(make.keywords)) if isinstance(make, functools.partial) else (make, {})
     taken = inspect.signature(make).parameters
@@ -225,16 +235,16 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
 
 @dataclass(kw_only=True)
 class Batching:
-    """The settings that decide which samples form each global batch.
+    """Settings that decide which samples form each global batch.
 
     Args:
-        parts: The splits by stage.
-        batch_size: The number of samples in a global batch.
+        parts: The splits by name: `train`, `val`, `test`.
+        batch_size: The number of samples in a global batch, over all ranks.
         shuffle: Whether to shuffle the training samples.
-        drop_last: Whether to drop a short last batch of training.
+        drop_last: Whether to drop the last training batch if it has fewer samples than `batch_size`.
         seed: The seed of the run.
-        order: The samples that data.sampler draws; None if each sample is read once.
-        sampled: The batches of data.batch_sampler, by stage.
+        order: The training samples that data.sampler chooses. Default: None, which reads each sample once per epoch.
+        sampled: The batches that data.batch_sampler chooses, by split. Empty if the config has no batch sampler.
 
     Raises:
         ConfigError: A split has no samples or no batches.
@@ -258,7 +268,7 @@ class Batching:
                 raise self._no_batch(samples_in(part))
 
     def of(self, stage: Stage) -> EpochBatches:
-        """Return the global batches of a split. The split must not be an IterableDataset."""
+        """Return the global batches of a split that is not an IterableDataset."""
         if stage in self.sampled:
             return self.sampled[stage]
         train, part = stage == "train", self.parts[stage]
@@ -280,16 +290,17 @@ class Batching:
         inputs: Sequence[str],
         num_classes: int | None,
     ) -> None:
-        """Set the sampler or the batch sampler of the config.
+        """Use the sampler or the batch sampler that the config sets.
 
         Args:
-            sampler: The value of data.sampler.
-            batch_sampler: The value of data.batch_sampler.
-            inputs: The names of a sample's values.
-            num_classes: The number of classes; None if targets are not classes.
+            sampler: The value of data.sampler. None if the config does not set it.
+            batch_sampler: The value of data.batch_sampler. None if the config does not set it.
+            inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
+            num_classes: The number of classes. None if the targets are not classes.
 
         Raises:
-            ConfigError: A sampler does not support the data, or both samplers are given.
+            ConfigError: Both samplers are set, data.shuffle is false although data.sampler is set, a split is missing
+                or an IterableDataset, or a sampler returns invalid items.
         """
         if sampler is not None and batch_sampler is not None:
             got = "a batch sampler, although data.sampler is set"

@@ -1,4 +1,7 @@
-"""Conversion of the texts in a file to numbers, words and missing values. Every file format uses the same rules."""
+"""Rules that convert the texts in a table to numbers, words and missing values.
+
+Readers of all file formats use these rules.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ DecimalSign = Literal[".", ","]
 
 @dataclass(frozen=True)
 class Missing:
-    """The texts and numbers that mean a missing value.
+    """Texts and numbers that mean a missing value.
+
+    `text in missing` is true if a text means a missing value.
 
     Args:
         texts: The texts that mean a missing value.
-        numbers: The numbers that mean a missing value, in any spelling: -1 also matches -1.0.
-        decimal: The decimal sign of numbers, in the file and in `texts`.
+        numbers: The numbers that mean a missing value. All texts of a number match: -1 matches "-1" and "-1.0".
+        decimal: The decimal sign of numbers, in the file and in `texts`. Default: a point.
     """
 
     texts: frozenset[str]
@@ -29,7 +34,12 @@ class Missing:
 
     @classmethod
     def of(cls, values: Iterable[object], *, decimal: DecimalSign = ".") -> Missing:
-        """Return the missing values of a config option. An empty text is always a missing value."""
+        """Return the missing values that a config option lists. An empty text is always a missing value.
+
+        Args:
+            values: The texts and numbers in the option.
+            decimal: The decimal sign of numbers in the file. Default: a point.
+        """
         given = [value if isinstance(value, str) else str(text_of(value)).replace(".", decimal) for value in values]
         numbers = (finite_number(text, decimal=decimal) for text in given)
         return cls(frozenset(["", *given]), frozenset(number for number in numbers if number is not None), decimal)
@@ -41,14 +51,17 @@ class Missing:
 
 
 class WordCodes(dict[str, int]):
-    """A dictionary of the code of each text.
+    """Dictionary that assigns an integer code to each text when the text is first looked up.
 
-    Words are numbered from 0 in order of appearance; a missing value has the code -1.
+    Words have the codes 0, 1, 2, ... in the order in which they are looked up. Missing values have the code -1. All
+    texts of a number, such as 1 and 1.0, have the same code.
 
-    All spellings of a number, such as 1 and 1.0, have the same code.
+    Args:
+        missing: The texts and numbers that mean a missing value.
 
     Attributes:
-        words: The words in the order of their codes. A number has its first spelling, with a decimal point.
+        words: The words in the order of their codes. If a word is a number with several texts, the first text is in
+            the list, with a decimal point.
     """
 
     def __init__(self, missing: Missing) -> None:
@@ -69,11 +82,11 @@ class WordCodes(dict[str, int]):
 
 
 def number_in(text: str, *, decimal: str = ".") -> float:
-    """Return the number that a text contains. Only ASCII digits without separators are accepted.
+    """Return a text as a number.
 
     Args:
-        text: The text.
-        decimal: The decimal sign.
+        text: The text. It must be ASCII without separators of thousands. `nan` and `inf` are numbers.
+        decimal: The decimal sign. Default: a point.
 
     Raises:
         ValueError: The text is not a number.
@@ -84,7 +97,7 @@ def number_in(text: str, *, decimal: str = ".") -> float:
 
 
 def finite_number(text: str, *, decimal: str = ".") -> float | None:
-    """Return the finite number that a text contains; None if the text contains no finite number."""
+    """Return a text as a number. Return None if the text is not a number, or if the number is not finite."""
     try:
         number = number_in(text, decimal=decimal)
     except ValueError:
@@ -93,9 +106,10 @@ def finite_number(text: str, *, decimal: str = ".") -> float | None:
 
 
 def word_key(word: str) -> Decimal | str:
-    """Return a key that is equal for all spellings of a number, such as 1 and 1.0, and different for different words.
+    """Return a dictionary key for a word.
 
-    A number with leading zeros, such as a postal code, is a word.
+    All texts of a number, such as 1 and 1.0, have the same key. Digits with leading zeros, such as a postal code, are
+    not a number: 01 and 1 have different keys.
     """
     digits = word.lstrip("+-")
     is_code = digits[:1] == "0" and digits[1:2].isdecimal()
@@ -103,9 +117,9 @@ def word_key(word: str) -> Decimal | str:
 
 
 def text_of(value: object) -> str | None:
-    """Return the text that a CSV file would contain for a value; None for None and nan.
+    """Return a value as the text that a CSV file would contain. Return None for a missing value: None or nan.
 
-    3 and 3.0 have the same text.
+    Floats that are whole numbers have no decimal point: 3 and 3.0 both return "3".
     """
     if value is None or value != value:
         return None

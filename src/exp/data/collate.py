@@ -19,17 +19,18 @@ Collate = Callable[[Any], Any]
 
 
 class Pad:
-    """Pads the tensors of a batch at the end, to the size of the largest tensor.
+    """Collate function that pads the tensors of a batch at the end of each axis, to the largest size in the batch.
 
-    Tensors, arrays and lists of numbers are padded. torch's default_collate batches the other values of a sample.
+    Tensors, arrays and lists of numbers are padded. torch's default_collate batches the other values of a sample. An
+    entry is a named value of a sample, such as `input` or `target`.
 
     Args:
-        padding_value: The number to append, for all entries or by entry name. The default is 0. For a target of class
-            numbers, the default is -100, because torch's losses ignore this label.
-        masks: Masks to add to the batch: a mapping of new names to padded entries. A mask is bool `[B, T]`, and true at
-            the positions of the first axis that contain data.
-        lengths: Lengths to add to the batch: a mapping of new names to padded entries. The lengths of the first axis
-            are int64 `[B]`.
+        padding_value: The number to append: one number for all entries, or a mapping from entry names to numbers.
+            Default: -100 for a target of integers, because torch's losses ignore this label, and 0 otherwise.
+        masks: Mapping from the name of a new mask to the entry that the mask describes. A mask is bool `[B, T]`. It is
+            true at the positions of the entry's first axis that are not padding. Default: no masks.
+        lengths: Mapping from the name of a new tensor to the entry that the tensor describes. The tensor contains the
+            size of the entry's first axis before padding, int64 `[B]`. Default: no lengths.
     """
 
     def __init__(
@@ -44,26 +45,25 @@ class Pad:
         self.inputs: Sequence[str] = ()
 
     def of(self, inputs: Sequence[str]) -> Pad:
-        """Return a copy of this function for samples whose inputs have names.
+        """Return a copy of this collate function for samples with named inputs.
 
         Args:
-            inputs: The names in data.inputs. The names of masks and lengths are removed, because samples do not have
-                them.
+            inputs: The names in data.inputs. They may include masks and lengths, which this function adds to the batch.
         """
         made = copy.copy(self)
         made.inputs = self.sample_names(inputs)
         return made
 
     def sample_names(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of inputs that samples have: all except masks and lengths."""
+        """Return the names of the inputs without masks and lengths, because samples do not contain these."""
         return tuple(name for name in inputs if name not in self.masks and name not in self.lengths)
 
     def __call__(self, samples: Sequence[object]) -> object:
         """Return the batch of a list of samples.
 
         Raises:
-            ConfigError: An option names an entry that does not exist.
-            SampleError: The tensors cannot be padded to one size.
+            ConfigError: An option refers to an entry that the samples do not have.
+            SampleError: The tensors of an entry differ in their number of axes.
         """
         first = samples[0]
         if not self.inputs and isinstance(first, tuple | list) and len(first) > 2:
@@ -98,7 +98,10 @@ class Pad:
         return {**batch, **{name: counts[entry] for name, entry in self.lengths.items()}}
 
     def _pad(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors `[...]` as one padded tensor `[B, ...]`. Each axis is as long as the longest tensor."""
+        """Return one padded tensor `[B, ...]` of the B tensors of an entry.
+
+        The size of each axis is the largest size of this axis in the tensors.
+        """
         dims = {tensor.dim() for tensor in tensors}
         if len(dims) > 1:
             got = f"samples whose {name} has {' and '.join(map(str, sorted(dims)))} axes"
@@ -119,7 +122,7 @@ def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str
     """Return the function that makes a batch from a list of samples.
 
     Args:
-        collate: The value of data.collate; None for torch's default_collate.
+        collate: The value of data.collate. None means torch's default_collate, and `pad` means Pad.
         inputs: The names in data.inputs.
     """
     if collate is None:
@@ -129,7 +132,10 @@ def collate_of(collate: Collate | Literal["pad"] | None, *, inputs: Sequence[str
 
 
 def is_padded(value: object) -> bool:
-    """Return whether a value of a sample can be padded: a tensor or an array with an axis, or a list of numbers."""
+    """Return whether a value of a sample can be padded.
+
+    Tensors and arrays with at least one axis can be padded, and lists of numbers or of such values.
+    """
     if isinstance(value, Tensor):
         return value.dim() > 0
     if isinstance(value, list | tuple):

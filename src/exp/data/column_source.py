@@ -1,4 +1,4 @@
-"""Named columns from files of several formats: .csv, .parquet, .jsonl, .npz, .npy."""
+"""Readers of tables with named columns, in the formats .csv, .parquet, .jsonl, .npz and .npy."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from exp.data.source import Readers, Source, Values
 if TYPE_CHECKING:
     import pyarrow
 
-# The endings of file formats that store the types of values. A file with any other ending is read as CSV.
+# The file name extensions of formats that store the types of values. Files with other extensions are read as CSV.
 TYPED = (".parquet", ".jsonl", ".npz", ".npy")
 
 
 class ColumnSource(Source):
-    """Columns in memory with values of any type.
+    """Source of columns that are in memory. The values of a column may have any type.
 
     Args:
-        file: The file that the columns are from, for error messages.
-        columns: The columns by name, all of the same length.
-        missing_values: The texts that mean a missing value.
-        decimal: The decimal sign of numbers that are stored as text.
+        file: The file from which the columns were read, for error messages.
+        columns: The columns by name. All columns have the same length.
+        missing_values: The texts that mean a missing value. Default: only an empty text.
+        decimal: The decimal sign of numbers that are stored as text. Default: a point.
 
     Raises:
-        ConfigError: The values of a column are arrays.
+        ConfigError: A column is an array with more than one axis.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class ColumnSource(Source):
 def open_source(
     file: Path, dialect: Dialect | None = None, *, missing_values: Sequence[object] | None = None
 ) -> Source:
-    """Return the columns of a file.
+    """Return a source of the columns of a file.
 
     Args:
         file: The file.
-        dialect: The delimiter, decimal sign and header of a CSV file; None for the defaults.
-        missing_values: The texts that mean a missing value. None means MISSING_VALUES for a CSV file. None means no
-            text for the other formats, because they can store nulls.
+        dialect: The delimiter, decimal sign and header of a CSV file. Default: comma, point and a header.
+        missing_values: The texts that mean a missing value. Default: MISSING_VALUES for a CSV file. The default for
+            other formats is only an empty text, because these formats store missing values as nulls.
 
     Raises:
-        ConfigError: The file cannot be read, or has no rows.
+        ConfigError: The file does not exist, cannot be read, or has no rows.
     """
     _require_file(file)
     if file.suffix not in TYPED:
@@ -97,9 +97,9 @@ def open_source(
 
 
 def read_columns(file: Path) -> dict[str, Values]:
-    """Return the columns of a file by name, all of the same length.
+    """Return a mapping from the names of the columns in a file to their values. All columns have the same length.
 
-    A .npy file contains a single array, which is named `input`.
+    The array in a .npy file has the name `input`.
 
     Raises:
         ConfigError: The file does not exist, cannot be read, has an unsupported format, or has no rows.
@@ -131,7 +131,7 @@ def _require_file(file: Path) -> None:
 def _records(file: Path) -> dict[str, Values]:
     """Return the columns of a file with a JSON object on each line.
 
-    If a line does not have a key, the value is None.
+    The columns are the keys of all objects. If an object does not have a key, its value in that column is None.
     """
     try:
         records = [record.columns() for record in JsonLines(file).records()]
@@ -151,7 +151,7 @@ def read_parquet(file: Path) -> pyarrow.Table:
     from pyarrow import ArrowException, parquet
 
     try:
-        # pyarrow receives an open file, because from a path it would add a column for each folder named key=value.
+        # An open file is passed. If a path is passed, pyarrow adds a column for each folder in it named key=value.
         with file.open("rb") as raw:
             table = parquet.read_table(raw)
     except (ArrowException, OSError) as error:
@@ -160,9 +160,10 @@ def read_parquet(file: Path) -> pyarrow.Table:
 
 
 def arrow_columns(table: pyarrow.Table) -> dict[str, Values]:
-    """Return the columns of a table by name.
+    """Return a mapping from the names of the columns in a table to their values.
 
-    Numbers and dates become arrays. Other values become lists, and so do integers and booleans with nulls.
+    Columns of floats, dates and times are arrays. Columns of integers and booleans are arrays if they have no nulls.
+    All other columns are lists.
     """
     from pyarrow import timestamp, types
 
@@ -170,7 +171,7 @@ def arrow_columns(table: pyarrow.Table) -> dict[str, Values]:
     for name, column in zip(table.column_names, table.columns, strict=True):
         kind = column.type
         if types.is_timestamp(kind):
-            # Times with a time zone are stored in UTC.
+            # Parquet stores times with a time zone in UTC.
             column = column.cast(timestamp("us", tz=kind.tz), safe=False)
         is_whole = types.is_integer(kind) or types.is_boolean(kind)
         is_array = types.is_floating(kind) or types.is_date(kind) or types.is_timestamp(kind)

@@ -1,4 +1,4 @@
-"""The columns of a CSV file."""
+"""Reader of the columns of a CSV file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MISSING_VALUES = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None")
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The delimiter, decimal sign and header of a CSV file.
+    """Format of a CSV file.
 
     Args:
-        delimiter: The character between values.
-        decimal: The decimal sign of numbers.
-        header: Whether the first line has the names of the columns.
+        delimiter: The character between values. Default: a comma.
+        decimal: The decimal sign of numbers. Default: a point.
+        header: Whether the first line contains the names of the columns. Default: True.
     """
 
     delimiter: str = ","
@@ -39,20 +39,25 @@ class Dialect:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Dialect:
-        """Return the dialect of a data set's options in the config. Missing options have their default."""
+        """Return the format that a data set's options in the config describe.
+
+        Args:
+            options: The options by name. Missing options have their default. Options that do not describe the format
+                are ignored.
+        """
         return cls(**{one.name: options[one.name] for one in fields(cls) if one.name in options})
 
 
 class CsvSource(Source):
-    """The columns of a CSV file. Empty lines are skipped.
+    """Source of the columns of a CSV file. Empty lines are skipped.
 
-    The file is read again for each request. NumPy parses the lines eight times as fast as the csv module and Python's
-    float. The csv module parses lines with quotation marks, and lines that NumPy cannot read.
+    Every call of a method reads the file again. NumPy parses the lines, because it is eight times as fast as the csv
+    module with Python's float. The csv module parses lines with quotation marks, and lines that NumPy cannot parse.
 
     Args:
         file: The file.
-        dialect: The delimiter, decimal sign and header; None for commas, decimal points and a header.
-        missing_values: The texts that mean a missing value.
+        dialect: The delimiter, decimal sign and header. Default: comma, point and a header.
+        missing_values: The texts that mean a missing value, in addition to an empty text. Default: MISSING_VALUES.
 
     Raises:
         ConfigError: Two columns have the same name, the file has no rows, or the decimal sign is also the delimiter.
@@ -80,10 +85,12 @@ class CsvSource(Source):
         return f"line {line} of {self.file}"
 
     def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the rows as pairs: the number of the line on which the row ends, and the texts of the row.
+        """Yield each row as a pair: the number of the row's last line, counted from 1, and the texts of the row.
+
+        A row has several lines if a text in quotation marks contains a line break.
 
         Raises:
-            ConfigError: Rows differ in length, or the file is not CSV in UTF-8.
+            ConfigError: A row differs from the first line in the number of values, or the file is not CSV in UTF-8.
         """
         for line, row in islice(self._all_rows(), self.dialect.header, None):
             if len(row) != len(self.names):
@@ -108,19 +115,20 @@ class CsvSource(Source):
                     yield self._split(lines, text, columns) if found is None else found[:, list(columns)]
             except (csv.Error, ValueError):
                 for _ in self.rows():
-                    pass  # raises the error of the first invalid row, with its line
+                    pass  # self.rows() raises ConfigError with the line number of the first invalid row.
                 raise
 
     def _parse(self, lines: Sequence[str], readers: Readers, plain: Sequence[int]) -> np.ndarray | None:
-        """Return the numbers of lines, float64 `[n, columns of the file]`; None if NumPy cannot parse the lines.
+        """Return the numbers in some lines of the file as parsed by NumPy, float64 `[rows, columns of the file]`.
 
-        None is also returned if NumPy would parse the lines differently than the csv module, or if a number in `plain`
-        is not finite.
+        Return None if NumPy cannot parse the lines, would parse them differently than the csv module, or finds a number
+        that is not finite in the columns `plain`.
 
         Args:
             lines: The lines.
-            readers: The functions that convert the texts of columns to numbers, by column number.
-            plain: The columns of plain numbers.
+            readers: Functions that convert a text to a number, by column number.
+            plain: The numbers of the columns that contain plain numbers. All columns that are in neither `readers` nor
+                `plain` are filled with 0.
         """
         if self.dialect.delimiter == " " or not lines[0].strip() or '"' in "".join(lines):
             return None
@@ -136,7 +144,16 @@ class CsvSource(Source):
         return found if found.shape[1] == len(self.names) and np.isfinite(found[:, [*plain]]).all() else None
 
     def _split(self, lines: Sequence[str], after: TextIO, columns: Sequence[int]) -> Sequence[Values]:
-        """Return the texts of each column. Lines are read from `after` if the last row continues in the next line."""
+        """Return the texts in some lines of the file as parsed by the csv module, one list for each column.
+
+        Args:
+            lines: The lines.
+            after: The open file at the line after `lines`. More lines are read if the last row continues there.
+            columns: The numbers of the columns to return.
+
+        Raises:
+            ValueError: A row differs from the first line of the file in the number of values.
+        """
         reader, rows = rows_of(chain(lines, after), delimiter=self.dialect.delimiter), list[list[str]]()
         while reader.line_num < len(lines) and (row := next(reader, None)) is not None:
             rows += [row] if row else []
@@ -161,14 +178,18 @@ class CsvSource(Source):
 
 
 def rows_of(lines: Iterable[str], *, delimiter: str) -> Reader:
-    """Return a reader of the csv module with the settings that exp uses for every CSV file."""
+    """Return a csv.reader with exp's settings: errors for invalid quoting, and spaces after a delimiter skipped."""
     return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
 
 
 def unread_lines(error: Exception) -> int:
-    """Return the number of lines between the last line that was read and the byte of a decoding error.
+    """Return the number of lines between the last line that the reader returned and the invalid byte of the file.
 
-    A text file decodes a block of lines before it returns the first of them. Other errors have no unread lines.
+    Python decodes a block of several lines before it returns the first line of the block. An invalid byte may
+    therefore be several lines after the last line that was returned.
+
+    Args:
+        error: The error of the reader. Errors other than UnicodeDecodeError return 0.
     """
     return error.object[: error.start].count(b"\n") if isinstance(error, UnicodeDecodeError) else 0
 

@@ -1,4 +1,4 @@
-"""The data of a run: the train, val and test splits, the shapes of their samples, and the loader of each rank."""
+"""Data of a run: the train, val and test splits, the shapes of their samples, and the loaders of batches."""
 
 from __future__ import annotations
 
@@ -31,66 +31,69 @@ from exp.shared_types import Batch, DataSpec, SampleDtype, Stage, TensorSpec, dt
 
 
 class Data(Loading):
-    """Data sets for training, validation and test, and the settings of their batches.
+    """Data of a run: the data sets for training, validation and test, and the settings of their batches.
 
-    Data in memory is batched by index: torch's TensorDataset, and any data set with `gather(indices)`. torch's
-    DataLoader reads all other data sets sample by sample, and also data in memory with transforms.
+    Some data sets are in memory: torch's TensorDataset, and every data set with a method `gather(indices)`. A batch of
+    such a data set is read with a single index operation. torch's DataLoader reads all other data sets sample by
+    sample. It also reads data in memory if there are transforms.
 
     Args:
-        dataset: A data set that is divided into splits.
+        dataset: A data set that exp divides into splits.
         train: The data set of the training split. It replaces the training split of `dataset`.
-        val: The data set of the validation split.
-        test: The data set of the test split.
+        val: The data set of the validation split. It replaces the validation split of `dataset`.
+        test: The data set of the test split. It replaces the test split of `dataset`.
         parts: The size of each split of `dataset`: a fraction, or a whole number of samples.
-        parts_seed: The seed that divides `dataset`. It is independent of `seed`, so that runs with different seeds have
-            the same test split.
+        parts_seed: The seed that divides `dataset`. Default: 0. It is independent of `seed`, so that runs with
+            different seeds have the same test split.
         split: Rules that divide `dataset`; see split_rules.SplitRules.
-        batch_size: The number of samples in a global batch, over all ranks.
-        shuffle: Whether to shuffle the training samples by (seed, epoch).
-        drop_last: Whether to drop a short last batch of training.
-        sampler: A sampler class of torch's kind that chooses the training samples. It receives the split as
-            `data_source`. `balanced` draws each class equally often. None reads each sample once.
-        batch_sampler: A batch sampler class of torch's kind that chooses the batches of every split. It receives the
-            split as `data_source`. None takes batch_size consecutive samples.
+        batch_size: The number of samples in a global batch, over all ranks. Default: 64.
+        shuffle: Whether to shuffle the training samples in each epoch. Default: True.
+        drop_last: Whether to drop the last training batch if it has fewer samples than batch_size. Default: False.
+        sampler: A subclass of torch's Sampler that chooses the training samples. Its parameter `data_source` receives
+            the training split. `balanced` draws all classes equally often. None reads each sample once per epoch.
+        batch_sampler: A subclass of torch's Sampler that chooses the batches of every split. Its parameter
+            `data_source` receives the split. None forms batches of batch_size consecutive samples.
         num_workers: See torch's DataLoader.
         pin_memory: See torch's DataLoader. None pins memory if there is a CUDA device.
         prefetch_factor: See torch's DataLoader.
         persistent_workers: See torch's DataLoader.
         multiprocessing_context: See torch's DataLoader.
-        shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset.
+        shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset. Default: 1000.
         transforms: Transforms of each sample, applied in order. A transform with one parameter receives the input. If a
-            transform has several parameters, it receives the sample's values with the same names.
+            transform has several parameters, each parameter receives the value of the sample with the same name.
         train_transforms: Transforms of each training sample, applied before `transforms`.
         eval_transforms: Transforms of each sample in validation, test and prediction, applied before `transforms`.
-        batch_transforms: Transforms of the samples that a rank reads of a batch, on the rank's device.
-        train_batch_transforms: Transforms of training batches, applied before `batch_transforms`.
-        collate: The function that makes a batch from a list of samples. `pad` pads tensors to one size
-            (exp.data.collate.Pad). None uses torch's default_collate.
-        inputs: The shape and dtype of each input by name. Required if samples have several inputs, or an input with
-            another name than `input`. null in a shape is a length that varies. If samples are tuples, the names are in
-            the order of the values.
+        batch_transforms: Transforms of a batch. They run on the device, on the samples of the global batch that the
+            rank has read.
+        train_batch_transforms: Transforms of a training batch, applied before `batch_transforms`.
+        collate: The function that makes a batch from a list of samples. `pad` pads the tensors of a batch to the same
+            size (exp.data.collate.Pad). None uses torch's default_collate.
+        inputs: The shape and dtype of each input by name. Required if samples have several inputs, or if the only input
+            is not named `input`. The value null in a shape means a length that varies. If samples are tuples, the names
+            must be in the order of the values.
         input_shape: See DataSpec. None reads the shape from the data.
         input_dtype: See DataSpec. None reads the dtype from the data.
         num_classes: See DataSpec. None reads the number from the data.
         num_outputs: See DataSpec. None reads the number from the data.
-        input_mean: The mean that was subtracted from pixels, as a list with one number, or a number for each channel.
-            It is needed to show pictures in TensorBoard. A pixel is from 0 (black) to 1 (white). An input
-            is (pixel - mean) / std.
-        input_std: The standard deviation that divided the pixels; see input_mean.
+        input_mean: The mean that the data set has already subtracted from the pixels: one number, or one number for
+            each channel. TensorBoard needs it to show pictures, because an input is (pixel - mean) / std. Pixels are
+            from 0 (black) to 1 (white).
+        input_std: The standard deviation by which the data set has already divided the pixels, as a list like
+            input_mean.
         ignored_labels: Labels outside the classes that losses ignore. All other labels outside the classes are errors.
-            None takes every ignore_index of the objective and the metrics, and torch's default, -100.
-        keeps_doubles: Whether float64 samples stay float64. If False, they become float32, unless input_dtype or inputs
-            state float64.
-        earlier: A function that returns the statistics of the training split from the checkpoint of a resumed run. None
-            computes the statistics.
-        keeps_raw: Whether to keep unprepared splits in the attribute `raw`.
-        seed: The seed of the run.
+            None means the ignore_index of the objective and of each metric, and torch's default, -100.
+        keeps_doubles: Whether float64 samples stay float64. Default: False, which converts them to float32 unless
+            input_dtype or inputs state float64.
+        earlier: A function that returns the statistics of the training split from the checkpoint of a resumed run. If
+            it is None or returns None, the statistics are computed.
+        keeps_raw: Whether to keep the splits before their preparation in the attribute `raw`. Default: False.
+        seed: The seed of the run. Default: 0.
 
     Attributes:
         spec: The shapes, dtypes and number of classes of the samples.
         fitted: The statistics of the training split that checkpoints store, such as means, words or classes.
-        notes: Notes on the data, one line each.
-        raw: The unprepared splits by stage. Empty unless `keeps_raw` is true.
+        notes: Notes on the data, each of one line, for the log of the run.
+        raw: The splits before their preparation, such as standardization, by name. Empty if `keeps_raw` is False.
 
     Raises:
         ConfigError: A setting does not match the data.
@@ -159,12 +162,12 @@ class Data(Loading):
     def _prepare(
         self, raw: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None], keeps_raw: bool
     ) -> Mapping[Stage, AnyDataset]:
-        """Return the prepared splits, for example standardized ones. Set `fitted`, `notes` and `raw`.
+        """Return the splits after their preparation, such as standardization. Set `fitted`, `notes` and `raw`.
 
         Args:
-            raw: The unprepared splits by stage.
-            earlier: Returns the statistics of a resumed run, or None.
-            keeps_raw: Whether to keep unprepared splits.
+            raw: The splits before their preparation, by name.
+            earlier: A function that returns the statistics of a resumed run. It returns None for a new run.
+            keeps_raw: Whether to keep the splits before their preparation in `raw`.
         """
         self.fitted = fit(raw, earlier=earlier)
         self.raw = {stage: part for stage, part in raw.items() if keeps_raw and isinstance(part, Raw)}
@@ -181,29 +184,39 @@ class Data(Loading):
         self.batching.choose(sampler, batch_sampler, inputs=self.names, num_classes=self.spec.num_classes)
 
     def in_own_units(self, stage: Stage, indices: Tensor) -> dict[str, Tensor]:
-        """Return samples before standardization, by entry name; see Raw.in_own_units.
+        """Return the values of samples in the units of the data, before standardization; see Raw.in_own_units.
 
-        The result is empty for splits that are not Raw, and if transforms change the samples.
+        The mapping is empty for a split that is not Raw, because it was not standardized. It is also empty if
+        transforms change the samples.
+
+        Args:
+            stage: The name of the split.
+            indices: The indices of the samples, int64 `[K]`.
+
+        Returns:
+            A mapping from the names of a sample's values to tensors with K rows.
         """
         is_changed = not self.is_indexed(stage) or self.transforms_batches(stage)
         return {} if is_changed or stage not in self.raw else self.raw[stage].in_own_units(indices, self.fitted)
 
     def transforms_batches(self, stage: Stage) -> bool:
-        """Return whether a stage has batch transforms, which run on the device."""
+        """Return whether the batches of a split are transformed on the device."""
         return bool(self.transforms.of_batch(stage))
 
     def transform_batch(self, batch: Batch, *, stage: Stage, rank: int, epoch: int, number: int) -> Batch:
-        """Return a batch after the batch transforms of its stage. The generators are seeded for this batch.
+        """Return a batch after the batch transforms of its split.
+
+        The random generators are seeded from the seed of the run and all arguments except the batch.
 
         Args:
-            batch: The samples that this rank reads of a global batch.
-            stage: The stage.
-            rank: The rank.
-            epoch: The epoch, from 0.
-            number: The number of the batch in the epoch, from 0.
+            batch: The samples of a global batch that this rank has read.
+            stage: The name of the split.
+            rank: The rank of this process.
+            epoch: The epoch, counted from 0.
+            number: The number of the batch in the epoch, counted from 0.
 
         Raises:
-            UserCodeError: A user's transform fails.
+            UserCodeError: A user's transform raises an error.
             ExpError: A transform of exp does not support the batch.
         """
         reseed_batch(seed=self.seed, stage=stage, rank=rank, epoch=epoch, batch=number)
@@ -215,18 +228,18 @@ class Data(Loading):
             raise UserCodeError.of(error, what=f"transforming batch {number} of {stage}") from error
 
     def first_samples(self, stage: Stage, *, seconds: float) -> object:
-        """Return the first samples of a stage as a batch, for the check before a run.
+        """Return a batch of the first samples of a split, for the check before a run.
 
-        The batch has at most data.batch_size and at most 64 samples. Data in memory is returned completely. The result
-        is None for a user's IterableDataset, because it may be readable only once.
+        If the data is in memory, the batch contains the whole split. Otherwise it has at most 64 samples, and at most
+        data.batch_size. Return None for a user's IterableDataset, because some can be read only once.
 
         Args:
-            stage: The stage.
+            stage: The name of the split.
             seconds: The time in seconds after which no more samples are read.
 
         Raises:
             SampleError: A label is outside the classes, or the samples cannot be batched.
-            UserCodeError: The user's code fails.
+            UserCodeError: The user's code raises an error.
         """
         with preserve_generators():
             read = self.read_first(stage, seconds=seconds)
@@ -255,25 +268,25 @@ class Data(Loading):
 
 
 def form_of(inputs: Mapping[str, object] | None, declared: DataSpec, *, keeps_doubles: bool) -> BatchForm:
-    """Return the conversion of batches for the network.
+    """Return the BatchForm, which converts batches to the names and dtypes that the network expects.
 
     Args:
-        inputs: The value of data.inputs. Its names become the names of the inputs.
-        declared: The spec of the config. If it states float64, float64 is kept.
-        keeps_doubles: Whether float64 is kept in any case.
+        inputs: The value of data.inputs, which contains the names of the inputs.
+        declared: The spec in the config. If one of its dtypes is float64, float64 samples stay float64.
+        keeps_doubles: Whether float64 samples stay float64 regardless of the spec.
     """
     dtypes = [declared.input_dtype, *(one.dtype for one in declared.inputs.values())]
     return BatchForm(names=tuple(inputs or ()), keeps_doubles=keeps_doubles or "float64" in dtypes)
 
 
 def use_pinned_memory(wanted: bool | None) -> bool:
-    """Return whether to make batches in pinned memory.
+    """Return whether batches are copied to pinned memory.
 
     Args:
-        wanted: The value of data.pin_memory; None for true if there is a CUDA device.
+        wanted: The value of data.pin_memory. None pins memory if there is a CUDA device.
 
     Raises:
-        ConfigError: Pinned memory is requested, and there is no CUDA device.
+        ConfigError: The value is true, and there is no CUDA device.
     """
     available = torch.cuda.is_available()
     if wanted and not available:
@@ -289,7 +302,7 @@ def declared_spec(
     num_classes: int | None,
     num_outputs: int | None,
 ) -> DataSpec:
-    """Return the spec that the config declares."""
+    """Return the spec that the config sets. The parameters are the keys of the config's `data` section."""
     return DataSpec(
         inputs=tensor_specs(inputs or {}),
         input_shape=None if input_shape is None else tuple(input_shape),
@@ -307,14 +320,15 @@ def read_spec(
     num_classes: int | None,
     num_outputs: int | None = None,
 ) -> DataSpec:
-    """Return the spec of the data. Values in the config are compared with the data.
+    """Return the shapes, dtypes and numbers of classes and outputs of the data.
 
     Args:
-        declared: The spec of the config. Values that are None, and empty inputs, are read from the data.
+        declared: The spec in the config. Its values must match the data. If a value is None, or the inputs are empty,
+            they are read from the data.
         batch: A batch of one sample, converted for the network.
-        names: The names in data.inputs. If they are empty, data.input_shape and input_dtype describe the single input.
-        num_classes: The number of classes that the data set states; None if it states none.
-        num_outputs: The number of outputs that the data set states; None if it states none.
+        names: The names in data.inputs. If empty, data.input_shape and data.input_dtype describe the only input.
+        num_classes: The number of classes in the data set. None if the data set does not state the number.
+        num_outputs: The number of outputs in the data set. None if the data set does not state the number.
 
     Raises:
         ConfigError: A value in the config differs from the data, or a required value is in neither.
@@ -339,12 +353,13 @@ def read_spec(
     outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
         outputs = target.shape[-1] if target.dim() > 1 else 1
-    # Without an entry named `target`, no error is raised: terms and metrics may select targets with other names.
+    # If samples have no value named `target`, no error is raised, because objective terms and metrics may use targets
+    # with other names.
     if outputs is None and target is not None:
         got = "null, although the data set does not state the number"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
-    # Entries of other dtypes, and entries that are empty in the first sample, such as boxes, are not inputs of the
-    # network. Terms and hooks receive them.
+    # Values of other dtypes are not inputs of the network, and neither are values that are empty in the first sample,
+    # such as boxes. Objective terms and hooks can use them.
     fed = {name: one for name, one in found.items() if one.dtype in get_args(SampleDtype) and 0 not in one.shape}
     is_alone = list(found) == ["input"] or declared.input_shape is not None
     return DataSpec(
@@ -357,21 +372,25 @@ def read_spec(
 
 
 def attribute(part: object, name: str) -> int | None:
-    """Return a number that a data set, or the data set of a Subset, has as an attribute; None if there is no such
-    attribute.
+    """Return an integer attribute of a data set. Return None if the data set does not have the attribute.
+
+    Args:
+        part: The data set. If a Subset does not have the attribute, the data set of the Subset is used.
+        name: The name of the attribute.
     """
     number: int | None = getattr(part, name, None)
     return attribute(part.dataset, name) if number is None and isinstance(part, Subset) else number
 
 
 def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequence[str]) -> int | None:
-    """Return the number of classes.
+    """Return the number of classes. Return None if the number is unknown.
 
-    Sources in order: the splits' attribute `num_classes`, the config, targets in memory.
+    The number is the largest attribute `num_classes` of the splits. If no split has this attribute, the number is in
+    the config. If the config does not contain the number, it is counted from the targets in memory.
 
     Args:
-        parts: The splits by stage.
-        declared: The spec of the config.
+        parts: The splits by name.
+        declared: The spec in the config.
         names: The names of the inputs.
     """
     if known := [classes for part in parts.values() if (classes := attribute(part, "num_classes")) is not None]:
@@ -385,7 +404,12 @@ def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequenc
 
 
 def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> None:
-    """Raise ConfigError if samples do not have an input of data.inputs, or if its shape or dtype differs."""
+    """Raise ConfigError if an input in data.inputs is not in the samples, or has a different shape or dtype there.
+
+    Args:
+        declared: The inputs in data.inputs, by name.
+        found: The values of the samples, by name.
+    """
     for name, one in declared.items():
         if name not in found:
             raise name_error(f"inputs.{name}", name, found, expected="an entry of the samples")
@@ -400,7 +424,13 @@ def _refuse_other_inputs(declared: Mapping[str, TensorSpec], found: Mapping[str,
 
 
 def _refuse_unlike(key: str, declared: object, found: object) -> None:
-    """Raise ConfigError if the values of the config and of the data differ. None matches any value."""
+    """Raise ConfigError if a value in the config differs from the data. None matches any value.
+
+    Args:
+        key: The config key below `data.`.
+        declared: The value in the config.
+        found: The value in the data.
+    """
     if declared is not None and found is not None and declared != found:
         shown, held = (list(value) if isinstance(value, tuple) else value for value in (declared, found))
         fix = f"Correct the value, or set data.{key}=null to read the value from the data"

@@ -1,4 +1,7 @@
-"""Errors in the config's `data` section, and the check of split sizes. This module does not import torch."""
+"""Errors in the config's `data` section, and the check of split sizes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from exp.spelling import among, did_you_mean, show
 
 
 class SampleError(RunError):
-    """An error in a sample. The check before a run reports it as an error of the config.
+    """Error in a sample of the data. The check before a run reports it as an error of the config.
 
     Args:
-        error: The details, with the config key to change.
+        error: The details of the error, including the config key that the user can change.
     """
 
     def __init__(self, error: ErrorDetails) -> None:
@@ -28,7 +31,7 @@ def data_detail(key: str, *, got: str, expected: str, fix: str | None = None, su
     """Return the details of an error in the config's `data` section.
 
     Args:
-        key: The key below `data.`; empty for `data` itself.
+        key: The config key below `data.`. An empty text means the key `data`.
         got: See ErrorDetails.
         expected: See ErrorDetails.
         fix: See ErrorDetails.
@@ -48,18 +51,32 @@ def sample_error(key: str, *, got: str, expected: str, fix: str | None = None) -
 
 
 def name_error(key: str, name: str, names: Collection[str], *, expected: str) -> ConfigError:
-    """Return a ConfigError for an unknown name. Its fix proposes the closest of `names`."""
+    """Return a ConfigError for an unknown name in the config. The message proposes the most similar known name.
+
+    Args:
+        key: The config key below `data.`.
+        name: The unknown name.
+        names: The known names.
+        expected: See ErrorDetails.
+    """
     return data_error(key, got=name, expected=expected, fix=name_fix(name, names), subject=name)
 
 
 def file_error(file: Path | str, reason: object, expected: str, *, key: str = "dataset.path") -> ConfigError:
-    """Return a ConfigError for a file that cannot be read. The message has the first line of `reason`."""
+    """Return a ConfigError for a file that cannot be read.
+
+    Args:
+        file: The file.
+        reason: The error of the reader. The message contains the first line of its text.
+        expected: See ErrorDetails.
+        key: The config key below `data.`. Default: `dataset.path`.
+    """
     line = next(iter(str(reason).splitlines()), type(reason).__name__)
     return data_error(key, got=f"{file} ({line})", expected=expected)
 
 
 def require_sample(count: int, file: Path | str, *, key: str = "dataset.path") -> None:
-    """Raise ConfigError if a file has no samples."""
+    """Raise ConfigError if the number of samples in a file is 0."""
     if count < 1:
         raise data_error(key, got=f"{file} without a sample", expected="at least one sample")
 
@@ -68,9 +85,9 @@ def require_equal_lengths(lengths: Mapping[str, int | None], file: Path | str, *
     """Raise ConfigError if the arrays of a file differ in length.
 
     Args:
-        lengths: The length of each array by name; None for a single number, which is always an error.
+        lengths: The length of each array by name. None means a scalar, which is always an error.
         file: The file, for the message.
-        key: The config key below `data.`.
+        key: The config key below `data.`. Default: `dataset.path`.
     """
     if len(set(lengths.values())) > 1 or None in lengths.values():
         got = ", ".join(f"{name} has {length or 'no'} samples" for name, length in lengths.items())
@@ -78,12 +95,12 @@ def require_equal_lengths(lengths: Mapping[str, int | None], file: Path | str, *
 
 
 def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Mapping[str, Iterable[str | int]]) -> None:
-    """Raise ConfigError with one error for each column that does not exist in a file.
+    """Raise ConfigError if the config names columns that are not in a file. The error lists all of them.
 
     Args:
         file: The file, for messages.
-        names: The columns of the file.
-        wanted: The columns to check, by the option of the data set that names them.
+        names: The names of the columns in the file.
+        wanted: The names of the columns in the config, by option of the data set, such as `target`.
     """
     expected = f"a column of {file}"
     raise_errors(
@@ -95,7 +112,14 @@ def refuse_unknown_columns(file: Path | str, names: Collection[str], wanted: Map
 
 
 def name_fix(name: str, names: Collection[str]) -> str | None:
-    """Return a fix that proposes the closest of `names`, or lists `names`; None if `names` is empty."""
+    """Return a sentence that proposes the known name that is most similar to an unknown name.
+
+    If no known name is similar, the sentence lists the known names. Return None if there are no known names.
+
+    Args:
+        name: The unknown name.
+        names: The known names.
+    """
     return did_you_mean(name, names) or (f"Available: {among(sorted(names), word=name)}" if names else None)
 
 
@@ -103,12 +127,13 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
     """Return an entry of the training split's statistics.
 
     Args:
-        fitted: The statistics of the training split.
+        fitted: The statistics of the training split, by name.
         name: The name of the entry.
-        part: The split to prepare, for the message.
+        part: The split that needs the entry, for the message.
 
     Raises:
-        ConfigError: The statistics have no such entry, because the training split has a different class than `part`.
+        ConfigError: The statistics do not contain the entry, because the training split and `part` are data sets of
+            different classes.
     """
     if name in fitted:
         return fitted[name]
@@ -119,13 +144,13 @@ def fitted_entry(fitted: Mapping[str, Any], name: str, *, part: object) -> Any:
 
 
 def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset._target_") -> None:
-    """Raise ConfigError if a package is not installed.
+    """Raise ConfigError if an optional package is not installed.
 
     Args:
-        package: The package.
+        package: The import name of the package.
         feature: The feature that needs the package, for the message.
-        extra: The extra of exp that installs the package.
-        key: The config key below `data.` that requests the feature.
+        extra: The pip extra of exp that installs the package.
+        key: The config key below `data.` that requests the feature. Default: `dataset._target_`.
     """
     if not is_installed(package):
         got, _, fix = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")
@@ -136,7 +161,8 @@ def share_errors(sizes: Mapping[str, object]) -> list[ErrorDetails]:
     """Return the errors in data.parts.
 
     Args:
-        sizes: The size of each split: a number of samples, or a fraction. The sum of the fractions is at most 1.
+        sizes: The size of each split by name: a number of samples, or a fraction. The sum of the fractions must be at
+            most 1.
     """
     errors = []
     fractions = 0.0

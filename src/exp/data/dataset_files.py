@@ -1,4 +1,4 @@
-"""Search for the files of a data set: at a path, by a pattern, or in scikit-learn."""
+"""Functions that find the files of a data set: at a path, by a glob pattern, or in scikit-learn's package."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from exp.data.data_errors import data_error, name_fix
 
 
 def data_file(path: str, *, directory: str) -> Path:
-    """Return the file at a path in the current folder or in `directory`. Raise ConfigError if there is no such file."""
+    """Return the file at a path in the current folder or in `directory`.
+
+    Raise ConfigError if neither folder contains the file.
+    """
     return _place(path, directory, Path.is_file, "file")
 
 
 def data_folder(path: str, *, directory: str) -> Path:
     """Return the folder at a path in the current folder or in `directory`.
 
-    Raise ConfigError if there is no such folder.
+    Raise ConfigError if neither of the two contains the folder.
     """
     return _place(path, directory, Path.is_dir, "folder")
 
@@ -41,9 +44,9 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
     """Return the files that match one or several glob patterns, sorted by path.
 
     Args:
-        files: The patterns; None for the top level of Python's standard library.
+        files: The patterns. None means the modules at the top level of Python's standard library.
         directory: The folder that is searched if a pattern matches no file in the current folder.
-        key: The config key below `data.` that has the patterns.
+        key: The config key below `data.` that contains the patterns. Default: `dataset.files`.
 
     Raises:
         ConfigError: A pattern matches no file.
@@ -62,14 +65,18 @@ def find_files(files: str | Sequence[str] | None, *, directory: str, key: str = 
 
 
 def shipped_columns(*files: str, delimiter: str | None, skip_lines: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the features `[rows, columns]` and targets `[rows]` of a data set that scikit-learn ships, both float64.
+    """Return the features and targets of a data set that is included in scikit-learn's package.
 
-    The files are read without importing scikit-learn, because the import may take longer than a whole run on digits.
+    scikit-learn is not imported, because the import may take longer than a whole run on digits.
 
     Args:
-        files: The files in scikit-learn's data folder. Their columns are joined, and the last column is the target.
-        delimiter: The character between values.
-        skip_lines: The number of lines before the values.
+        files: The names of files in scikit-learn's data folder. Their columns are joined. The last column is the
+            target.
+        delimiter: The character between values. None means white space.
+        skip_lines: The number of lines before the values. Default: 0.
+
+    Returns:
+        The features, float64 `[rows, columns]`, and the targets, float64 `[rows]`.
     """
     package = importlib.util.find_spec("sklearn")
     assert package is not None

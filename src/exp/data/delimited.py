@@ -1,4 +1,4 @@
-"""Tables from CSV files, and from .parquet, .jsonl and .npz files."""
+"""Data set of the rows of a table in a CSV, .parquet, .jsonl or .npz file."""
 
 from __future__ import annotations
 
@@ -34,37 +34,39 @@ NO_DATE = "Set the format, as in data.dataset.dates={{{}: '%d.%m.%Y'}}"
 
 
 class Csv(Table):
-    """A table from a CSV file, with one or several columns to predict.
+    """Data set of the rows of a table in a file. One or several columns are targets.
 
-    See Table for the samples. Several numbers to predict are one target, float32 `[K]`. Targets with names become
-    entries of a sample, which is a mapping. Columns without a name, such as an index that pandas wrote, are left out.
+    See Table for the samples. Several numeric target columns form one target, float32 `[K]` for K columns. If targets
+    have names, a sample is a mapping that contains each target under its name. Columns without a name are left out,
+    such as the index that pandas writes.
 
-    Files that end in .parquet, .jsonl or .npz store the type of each column. Integers, floats, decimals and booleans
-    are numbers. Dates and times become days since 1970, even if `dates` does not list them. Nulls and nan are missing
+    .parquet, .jsonl and .npz files store the type of each column. Integers, floats, decimals and booleans are numbers.
+    Dates and times become days since 1970, even if `dates` does not list their column. Nulls and nan are missing
     values.
 
     Args:
         path: The file, relative to the current folder or to `directory`.
-        target: The column to predict, by name, or by number from 0 if there is no header. Also a list of numeric
-            columns, or a mapping of target names to columns or lists, such as {kind: species, size: [length, width]}.
-        task: "classification", with any words as labels, or "regression". If targets have names, also a task for each
-            target, such as {kind: classification, size: regression}.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        delimiter: The character between values of a CSV file.
-        decimal: The decimal sign of numbers that are stored as text.
-        header: Whether the first line of a CSV file has the names of the columns.
-        categorical: The columns of words.
-        dates: The columns of dates in ISO 8601, or a mapping of columns to formats, such as {when: "%d.%m.%Y"}. A date
-            becomes a number of days.
-        ignore: The columns to leave out.
-        missing_values: The texts that mean a missing value, in addition to an empty text. None means NA, N/A, NaN, null
-            and None for a CSV file, and no texts for the other formats.
-        impute: See Table. None makes a missing value an error.
+        target: The column to predict, or a list of numeric columns. A mapping defines several targets, such as
+            {kind: species, size: [length, width]}: the keys are their names. Columns are given by name. If there is no
+            header, they are given by number, counted from 0.
+        task: "classification", with any words as labels, or "regression". A mapping sets the task of each named target,
+            such as {kind: classification, size: regression}. Default: "classification".
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        delimiter: The character between values of a CSV file. Default: a comma.
+        decimal: The decimal sign of numbers that are stored as text. Default: a point.
+        header: Whether the first line of a CSV file contains the names of the columns. Default: True.
+        categorical: The columns of words. Default: no columns.
+        dates: The columns of dates in ISO 8601, or a mapping from columns to date formats, such as
+            {when: "%d.%m.%Y"}. A date becomes its number of days since 1970. Default: no columns.
+        ignore: The columns to leave out. Default: no columns.
+        missing_values: The texts that mean a missing value, in addition to an empty text. Default for a CSV file: NA,
+            N/A, NaN, nan, null, NULL and None. Default for the other formats: no texts.
+        impute: See Table. Default: None, which makes a missing value an error.
         encoding: See Table.
         standardise: See Table.
 
     Raises:
-        ConfigError: The file or a column does not exist, or a value does not match its column.
+        ConfigError: The file or a column does not exist, or a value does not match the type of its column.
     """
 
     def __init__(
@@ -131,12 +133,16 @@ class Csv(Table):
         )
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return the texts of a column that is not an input; None for a missing value.
+        """Return the texts of a column that is not an input. Missing values are None.
 
-        The column is read from the file again.
+        The file is read again.
+
+        Args:
+            name: The name of the column.
+            key: The config key that names the column, for the error.
 
         Raises:
-            ConfigError: The column does not exist, or is an input. The error is reported at `key`.
+            ConfigError: The column does not exist, or is an input.
         """
         if name in (*self.columns, *self.words):
             fix = f"Add {name} to data.dataset.ignore"
@@ -146,12 +152,22 @@ class Csv(Table):
 
 
 def date_forms(dates: Sequence[Name] | Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the date format of each column by name; None means ISO 8601."""
+    """Return a mapping from the columns of dates to their formats. The format None means ISO 8601.
+
+    Args:
+        dates: The value of data.dataset.dates.
+    """
     return dict(dates) if isinstance(dates, Mapping) else dict.fromkeys(map(str, dates))
 
 
 def _text_fixes(source: Source, columns: Sequence[int], days: Days) -> dict[int, str]:
-    """Return the fix for a text that is not a number or a date, by column number."""
+    """Return a mapping from column numbers to the fix to report if a text is not a number, or not a date.
+
+    Args:
+        source: The table.
+        columns: The numbers of the columns.
+        days: The date formats of the columns of dates, by column number.
+    """
     fixes = {column: NO_DATE if column in days else NO_NUMBER for column in columns}
     return {column: fix.format(source.names[column] or NO_NAME) for column, fix in fixes.items()}
 
@@ -162,10 +178,15 @@ def _by_name(target: Targets) -> dict[str, list[Name]]:
 
 
 def _tasks(task: Task | Mapping[str, Task], targets: Mapping[str, Sequence[int]]) -> dict[str, Task]:
-    """Return the task of each target by name.
+    """Return a mapping from target names to tasks.
+
+    Args:
+        task: The value of data.dataset.task.
+        targets: The column numbers of each target, by name.
 
     Raises:
-        ConfigError: A target has no task or no column, a class has several columns, or a task has no target.
+        ConfigError: The names of tasks and targets differ, a target has no column, a column is in two targets, or a
+            classification target has several columns.
     """
     if isinstance(task, Mapping) and task.keys() != targets.keys():
         got = f"tasks for {', '.join(task) or 'no target'}"
@@ -189,11 +210,11 @@ def _targets(
     """Yield the name and the values of each target.
 
     Args:
-        source: The file.
-        found: The columns that were read.
-        targets: The column numbers of each target.
-        tasks: The task of each target.
-        first: The position in `found.numbers` of the first number to predict.
+        source: The table.
+        found: The values of the columns. The last columns of `found.numbers` are the numeric targets.
+        targets: The column numbers of each target, by name.
+        tasks: The task of each target, by name.
+        first: The position in `found.numbers` of the first numeric target.
     """
     for name, columns in targets.items():
         if tasks[name] == "regression":

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 images of 8x8 pixels in ten classes, from the UCI repository, shipped by scikit-learn."""
+"""Data set of 1,797 handwritten digits from the UCI repository, which is included in scikit-learn's package."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import torch
 from exp.data.dataset_files import shipped_columns
 from exp.data.in_memory import Tensors
 
-# About the mean and the standard deviation of the pixels, which are 0 to 16. The constants are rounded, so that they
-# leak no statistics of the test split.
+# Rounded mean and standard deviation of the pixels, which are integers from 0 to 16. Rounded constants leak no
+# statistics of the test split.
 CENTRE, SPREAD = 5.0, 6.0
 
 
 class Digits(Tensors):
-    """Images float32 `[1, 8, 8]` with about mean 0 and variance 1, and classes 0 to 9, int64."""
+    """Data set of handwritten digits in memory.
+
+    The input is an image, float32 `[1, 8, 8]`, with about mean 0 and variance 1. The target is the digit, int64, from
+    0 to 9.
+    """
 
     def __init__(self) -> None:
         pixels, labels = shipped_columns("digits.csv.gz", delimiter=",")

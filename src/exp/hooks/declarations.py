@@ -1,4 +1,4 @@
-"""Needs that a hook's class may declare, and checks of a hook's methods."""
+"""Needs that the class of a hook may declare, and checks of a hook's methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def class_errors(kind: type, base: type, *, key: str) -> Iterator[ErrorDetails]:
 
     Args:
         kind: Class of the hook.
-        base: Base class of hooks. A hook must override one of its methods that are called during a run.
+        base: Base class of hooks. A hook must override at least one of the methods that are called during a run.
         key: Key of the hook in the config.
     """
     known = _methods(base)
@@ -61,7 +61,10 @@ def _derives(kind: type, base: type) -> bool:
 
 
 def _misfit(name: str, method: FunctionType, base: FunctionType) -> tuple[str, str] | None:
-    """Return the error in an overridden method's parameters, and the correct definition; None if there is no error."""
+    """Return the error in an overridden method's parameters, and the correct definition of the method.
+
+    Return None if the parameters are correct.
+    """
     signature, parameters = inspect.signature(method), list(inspect.signature(base).parameters)
     try:
         signature.bind(*parameters)

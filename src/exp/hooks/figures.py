@@ -1,4 +1,4 @@
-"""Functions that draw figures on the host: heat maps and curves."""
+"""Functions that draw figures on the CPU: heat maps and curves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE, MARGIN = 11, 6
 LINE = TEXT_SIZE + 3
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-# TensorBoard's Images page stretches narrower pictures, and leaves out lines of wider ones.
+# Width of pictures in pixels. TensorBoard's Images page stretches narrower pictures, and drops lines of wider pictures.
 CARD = 350
 LONGEST_NAME = 140
 
 
 @functools.cache
 def font_of(size: int) -> Font:
-    """Return Pillow's built-in font. The font is cached, because reading it takes longer than drawing most pictures."""
+    """Return Pillow's built-in font in a size.
+
+    The font is cached, because reading the font takes longer than drawing most pictures.
+    """
     return ImageFont.load_default(size)
 
 
@@ -48,8 +51,8 @@ def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
     Args:
         text: The text.
         width: Maximum width in pixels.
-        keeps_end: Whether to keep the end of the text, because names of neighboring layers differ at the end. If false,
-            the start is kept. Default: False.
+        keeps_end: Whether the end of the text is kept instead of the start. Names of neighboring layers differ at the
+            end. Default: False.
     """
     font = font_of(TEXT_SIZE)
     if font.getlength(text) <= width:
@@ -60,11 +63,11 @@ def shorten(text: str, width: float, *, keeps_end: bool = False) -> str:
 
 
 def widest(texts: Sequence[str]) -> int:
-    """Return the width of the widest text in pixels."""
+    """Return the width in pixels of the widest of several texts."""
     return int(max(map(font_of(TEXT_SIZE).getlength, texts), default=0))
 
 
-# Healthy numbers are gray, darker for larger numbers. Other numbers have saturated colors.
+# Gray levels of the smallest and the largest healthy number in a heat map. Other numbers have saturated colors.
 LIGHT, DARK = 232, 96
 LOW, HIGH, LOST = (0, 90, 255), (255, 96, 0), (225, 0, 120)
 MOST_ROWS, ROWS = 720, 360
@@ -75,11 +78,11 @@ KEY = 22
 def heat_map(
     numbers: np.ndarray, *, names: Sequence[str], steps: Sequence[int], healthy: Healthy, title: str
 ) -> np.ndarray:
-    """Draw a heat map of numbers, rows by steps.
+    """Draw a heat map of numbers, with one row per name and one column per step.
 
-    Healthy numbers are gray, darker for larger numbers. Numbers below the lower bound are blue, numbers above the upper
-    bound orange, infinite numbers pink, and missing numbers white. If there are more than MOST_ROWS rows, neighboring
-    rows are merged and the least healthy number of them is shown.
+    Healthy numbers are gray, and larger numbers are darker. Numbers below the lower bound are blue, numbers above the
+    upper bound are orange, infinite numbers are pink, and missing numbers are white. If the map has more than MOST_ROWS
+    rows, neighboring rows are merged. A merged row shows the least healthy of its numbers.
 
     Args:
         numbers: `[R, S]`. nan marks a missing number, and an infinity marks a number that is not finite.
@@ -114,7 +117,7 @@ def heat_map(
 
 
 def _fold(numbers: np.ndarray, names: Sequence[str], healthy: Healthy) -> tuple[np.ndarray, Sequence[str]]:
-    """Merge neighboring rows until there are at most MOST_ROWS. Return the rows and their names."""
+    """Merge neighboring rows until the map has at most MOST_ROWS rows. Return the rows and their names."""
     together = -(-len(names) // MOST_ROWS)
     if together == 1:
         return numbers, names
@@ -171,7 +174,7 @@ def curves(x: Sequence[float], named: Mapping[str, Sequence[float]], *, title: s
 
     Args:
         x: Positions of the values, in increasing order.
-        named: Values of each curve by name, as many as positions.
+        named: Values of each curve by name, one value per position.
         title: Text above the curves.
         along: Label of the x axis.
 

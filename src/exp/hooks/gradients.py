@@ -25,37 +25,39 @@ if TYPE_CHECKING:
 NORM, CLIPPED, RATIO = "gradients/norm/", "gradients/norm_clipped/", "gradients/update_ratio/"
 OWN_PERIODS = ("histogram_every_n_steps", "update_ratio_every_n_steps")
 PERIODS = ("every_n_steps", "heat_map_every_n_steps", *OWN_PERIODS)
-# Below the lower bound, the eps of optimizers such as Adam (1e-8 per entry) dominates. Above the upper bound, losses
-# diverge.
+# Bounds of healthy gradient norms. Below the lower bound, the eps of optimizers such as Adam (1e-8 per entry)
+# dominates. Above the upper bound, losses diverge.
 HEALTHY_NORM = Healthy(low=1e-6, high=100.0)
-# Two orders of magnitude around 0.001, the usual recommendation for weights: see UpdateRatio.
+# Bounds of healthy update ratios: two orders of magnitude below and above 0.001. See UpdateRatio.
 HEALTHY_RATIO = Healthy(low=1e-5, high=0.1)
 
 
 class Gradients(Hook):
-    """Hook that logs the gradients of an optimizer step.
+    """Hook that logs the gradients of an optimizer step, and the changes of parameters.
 
-    The gradients are accumulated, averaged over ranks, unscaled, and not clipped.
+    The gradients are accumulated over micro-batches, averaged over ranks, unscaled, and not clipped.
 
-    `gradients/norm/total` is the 2-norm over all gradients. `gradients/norm` is a heat map, parameters by steps, with
-    the norm of each gradient. `gradients/histogram/<parameter>` contains the finite entries.
+    Tags:
 
-    `gradients/update_ratio/total` is the norm of the change of all parameters, divided by their norm before the step.
-    `gradients/update_ratio` is a heat map with the same ratio for each parameter.
+    - `gradients/norm/total`: 2-norm of all gradients together.
+    - `gradients/norm`: heat map of the norm of each gradient, with one row per parameter and one column per step.
+    - `gradients/histogram/<parameter>`: histogram of the finite entries of a gradient.
+    - `gradients/update_ratio/total`: norm of the change of all parameters, divided by their norm before the step.
+    - `gradients/update_ratio`: heat map of the same ratio for each parameter.
+    - `gradients/norm/<parameter>`, `gradients/update_ratio/<parameter>`: numbers of the heat maps, if `each_parameter`
+      is true.
+    - `gradients/norm_clipped/total`: norm after clipping, if `clipped` is set and the run clips gradients.
+    - `gradients/norm_clipped/<parameter>`: norm of each gradient after clipping, if `clipped` is `each`.
 
-    If a parameter has no gradient in a step, its value is missing. The numbers of the heat maps are saved in the run's
-    table.csv. With `each_parameter` they are also scalars: `gradients/norm/<parameter>`,
-    `gradients/update_ratio/<parameter>`.
-
-    If the run clips gradients, `clipped` adds `gradients/norm_clipped/total`. With `clipped=each` it also adds
-    `gradients/norm_clipped/<parameter>`.
+    If a parameter has no gradient in a step, its value is missing. The run saves the numbers of the heat maps in
+    table.csv.
 
     Args:
         every_n_steps: Steps between two records of the total norm, and of norms that are scalars. Default: 1.
         each_parameter: Whether the values of each parameter are also logged as scalars. Default: False.
         modules: Patterns of modules. Only parameters of these modules and their submodules are logged, and the totals
-            cover only these parameters. Default: *.
-        clipped: Norms after clipping: `total`, `each` (of every parameter, too), or None. Default: None.
+            include only these parameters. Default: *.
+        clipped: Norms after clipping: `total`, `each` (the total and each parameter), or None. Default: None.
         heat_map_every_n_steps: Steps between two records of the norm of each parameter. `auto` depends on the length of
             the run, and None disables the record. Default: auto.
         histogram_every_n_steps: Steps between two records of the histograms. Default: auto.
@@ -85,7 +87,8 @@ class Gradients(Hook):
         self._parameters: list[nn.Parameter] = []
         self.names: list[str] = []
         self._ratio = UpdateRatio()
-        # Keys: whether the step records ratios. Methods that a subclass overrides are always called.
+        # Names of idle methods, by whether the step records update ratios. A method that a subclass overrides is never
+        # idle.
         own = {
             name for name in ("after_step", "after_clipping") if getattr(type(self), name) is getattr(Gradients, name)
         }
@@ -96,7 +99,7 @@ class Gradients(Hook):
         return None if period is None else self.steps_of(setting, period)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield errors for values that DeepSpeed hides from hooks."""
+        """Yield errors for settings that need values to which hooks have no access in a run with DeepSpeed."""
         yield from super().errors(planned)
         if not {"owns_step", "shards_parameters"} <= planned.traits:
             return
@@ -125,12 +128,12 @@ class Gradients(Hook):
         self._ratio.forget()
 
     def name_norms(self, each: Sequence[float]) -> dict[str, float]:
-        """Return the total norm by tag, given the norms of the parameters. Add the norms with `each_parameter`.
+        """Return the norms of gradients by tag: the total norm and, with `each_parameter`, the norm of each parameter.
 
         Args:
             each: Norm of each parameter's gradient, in the order of `names`.
         """
-        # The same rounding as in with_total, which adds squares.
+        # Squares are added, because the total then has the same rounding as in with_total.
         values = {f"{NORM}total": math.sqrt(sum([number * number for number in each]))}
         if self.each_parameter:
             values |= zip([NORM + name for name in self.names], each, strict=True)
@@ -245,9 +248,9 @@ def _flat(tensor: Tensor) -> Tensor:
 class UpdateRatio:
     """Ratio of the change of parameters in an optimizer step to their size before the step.
 
-    A parameter's ratio is the norm of its change divided by its norm before the step. The usual recommendation for
+    The ratio of a parameter is the norm of its change divided by its norm before the step. The usual recommendation for
     weights is 0.001 (https://cs231n.github.io/neural-networks-3/#ratio). The ratio is 0 if the parameter did not
-    change, for example because the loss scale skipped the step. It is 1 if the parameter was 0 and changed.
+    change, for example because the loss scale skipped the step. The ratio is 1 if the parameter was 0 and changed.
     """
 
     def __init__(self) -> None:
@@ -255,14 +258,14 @@ class UpdateRatio:
 
     @torch.no_grad()
     def remember(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copy parameters, except those already copied in this step."""
+        """Copy parameters before their update. A parameter that is already copied in this step is skipped."""
         for name, parameter in parameters.items():
             if name not in self._before:
                 self._before[name] = (parameter, parameter.detach().clone())
 
     @torch.no_grad()
     def take(self, step: Step) -> tuple[dict[str, Tensor], Tensor | float]:
-        """Return the ratio of each parameter by name, and the ratio of all parameters, and delete the copies.
+        """Return the ratio of each parameter by name, and the ratio of all parameters together. Delete the copies.
 
         If the parameters are sharded, every rank must call this method.
         """
@@ -277,7 +280,7 @@ class UpdateRatio:
         return dict(zip(before, ratios[:-1], strict=True)), ratios[-1]
 
     def forget(self) -> None:
-        """Delete the copies of a step that did not end."""
+        """Delete the copies of the parameters, after a step that was not completed."""
         self._before = {}
 
 

@@ -1,7 +1,7 @@
 """Base class of hooks, which observe or transform tensors while a network trains.
 
-To add a hook, write one .py file with a subclass that overrides a method, and one .yaml file in conf/hooks that names
-the subclass. Order of the calls:
+To add a hook, write one .py file with a subclass that overrides a method. Also write one .yaml file in conf/hooks with
+the name of the subclass. Order of the calls:
 
     once                   setup
     each micro-batch       passed("batch")
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, "Tensor | float | Panel"]
 Boundary = Literal["batch", "forward", "backward", "optimizer"]
-# Number of optimizer steps between two records, or `auto`, which depends on the length of the run.
+# Number of optimizer steps between two records. `auto` computes the number from the length of the run.
 Period = int | Literal["auto"]
 FEWEST_POINTS = 20
 AT_MODULES = ("forward_pre", "forward", "tensor_gradient", "full_backward", "post_accumulate_grad")
@@ -65,14 +65,18 @@ class Workload:
 class Hook:
     """Base class of hooks, which observe or transform values at chosen steps and modules.
 
-    Every method does nothing unless a subclass overrides it. A method may return values by TensorBoard tag. A value is
-    a float, a 0-d tensor on its device, or a panel of `exp.hooks.panels`.
+    A method does nothing unless a subclass overrides it. Most methods may return values by TensorBoard tag. A value is
+    a float, a 0-d tensor on its device, or a panel of `exp.hooks.panels`. The hook is due in the steps that
+    `every_n_steps` selects.
 
-    An observing hook is attached to its modules only in the steps that `every_n_steps` selects, called due steps, so
-    that other steps take no extra time.
-    It runs without gradients, and its methods at modules return None. A compiled network runs uncompiled in these
-    steps. A transforming hook is always attached, even in evaluation, and the value that its method returns replaces
-    the original value.
+    An observing hook:
+
+    - is attached to its modules only in due steps, so that other steps take no extra time;
+    - runs without gradients, and its methods at modules return None;
+    - makes a compiled network run uncompiled in due steps.
+
+    A transforming hook is always attached, even in evaluation. The value that its method returns replaces the original
+    value.
 
     Args:
         every_n_steps: Steps between two due steps. The first step and every multiple are due. `auto` depends on the
@@ -85,8 +89,8 @@ class Hook:
         keeps_batches: Whether the hook reads `step.batches`. If true, all micro-batches stay in memory until the step
             ends.
         needs: Names in `exp.hooks.declarations.NEEDS`. Needs that follow from the overridden methods are added.
-        longest: Maximum number of steps for each setting that may be `auto`.
-        fewest: Minimum number of records per run for each such setting. Default: FEWEST_POINTS.
+        longest: Maximum number of steps between two records, by setting that may be `auto`.
+        fewest: Minimum number of records per run, by setting that may be `auto`. Default: FEWEST_POINTS.
         name: Name of the hook in the config, and of the folder for the hook's files.
         directory: Run directory; set while the hook is attached.
     """
@@ -106,16 +110,22 @@ class Hook:
         self.modules = tuple(modules)
         self.name = type(self).__name__.lower()
         self.directory: Path | None = None
-        # Class names of each target; empty if the data has none.
+        # Class names of each target. Empty if the targets are not classes.
         self._class_names: Mapping[str, Sequence[str]] = {}
         self._attached: Attached | None = None
         self._loss_scale: Callable[[], Tensor | float] | None = None
 
     def steps_of(self, setting: str, period: Period) -> int:
-        """Return a period in steps. For `auto` it is the longest period, until `fit_periods` computes the actual one.
+        """Return a period in steps.
+
+        For `auto`, this is the longest period. `fit_periods` later computes the period from the length of the run.
+
+        Args:
+            setting: Name of the setting with the period.
+            period: Value of the setting.
 
         Raises:
-            ValueError: The period is auto, and the setting has no entry in `longest`.
+            ValueError: The period is `auto`, and the setting has no entry in `longest`.
         """
         if period != "auto":
             return period
@@ -127,7 +137,7 @@ class Hook:
     # --- before the run ---
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the errors of this hook in a run. Needs that the run does not meet are checked elsewhere."""
+        """Yield the errors of this hook in a planned run. Needs that the run does not meet are checked elsewhere."""
         kind = type(self)
         yield from class_errors(kind, Hook, key=f"hooks.{self.name}")
         if not self.modules:
@@ -143,18 +153,18 @@ class Hook:
         """Return an error of this hook or of one of its settings.
 
         Args:
-            setting: Name of the setting. Default: the hook itself.
+            setting: Name of the setting. Default: empty, for the hook.
             got: Value of the setting.
             expected: Description of valid values.
             fix: Advice. Default: None.
-            key: Config key named in the error. Default: the key of the hook's setting.
+            key: Config key of the error. Default: None, for the key of the hook or of the setting.
         """
         own = f"hooks.{self.name}.{setting}" if setting else f"hooks.{self.name}"
         return ErrorDetails(key=key or own, got=str(got), expected=expected, fix=fix and fix[0].upper() + fix[1:])
 
     @property
     def leave_out(self) -> str:
-        """Advice to remove the hook, written so that it can end a sentence."""
+        """Advice to remove the hook, for the end of a sentence."""
         return f"leave the hook out with ~hooks.{self.name}"
 
     @property
@@ -175,16 +185,19 @@ class Hook:
     # --- the run ---
 
     def setup(self, network: nn.Module) -> None:
-        """Prepare a stage (fit or test). Called once per stage before its first step."""
+        """Prepare a training (fit) or a test. Called once before the first step of the training or the test."""
 
     def pause(self) -> None:
-        """React to a pause of training. Called after a step, before the end of an epoch or a validation."""
+        """React to a pause of training.
+
+        Called after a step that is followed by a validation or by the end of an epoch.
+        """
 
     def ended(self) -> None:
-        """Finish a successful run. Called after the last step, while the strategy still exists."""
+        """Finish a successful run. Called after the last step. The strategy still exists."""
 
     def on_error(self, error: BaseException, step: Step | None) -> None:
-        """React to a failed run. An exception raised in this method is logged.
+        """React to a failed run. An exception that this method raises is logged.
 
         Args:
             error: Exception that ended the run.
@@ -192,16 +205,16 @@ class Hook:
         """
 
     def teardown(self) -> None:
-        """Clean up after a stage. Called once per stage after its last step, even if the run fails."""
+        """Release resources after a training or a test. Called once after its last step, even if the run fails."""
 
     # --- a due training step ---
 
     def passed(self, boundary: Boundary, step: Step) -> None:
         """React to the end of a part of a step.
 
-        Called when a batch is loaded, and after forward with objective, backward, and optimizer step. The optimizer
-        step is reported once per step, other parts for each micro-batch. With phases, each phase has its own calls,
-        except for the batch.
+        The method is called four times: after loading a batch, after the forward with the objective, after the
+        backward, and after the optimizer step. The first three are reported for each micro-batch. The optimizer step is
+        reported once per step. With phases, each phase reports all parts except the batch.
 
         Args:
             boundary: Part that has ended: batch, forward, backward or optimizer.
@@ -209,19 +222,19 @@ class Hook:
         """
 
     def around_forward(self, step: Step) -> AbstractContextManager[object] | None:
-        """Return a context for the forward of each micro-batch. It is exited before the backward."""
+        """Return a context for the forward of each micro-batch. The context ends before the backward."""
 
     def after_forward(self, step: Step, values: Mapping[str, object]) -> Values | None:
         """Return values after the forward and the objective of each micro-batch. Gradients are disabled.
 
         Args:
             step: Current step.
-            values: Values by name, with their graph: entries of the batch (`input` and `target` if the batch has no
-                names), outputs of the network, and `output`.
+            values: Values by name, with their graph: values of the batch, outputs of the network, and `output`, the
+                whole output. If the values of the batch have no names, they are `input` and `target`.
         """
 
     def after_backward(self, step: Step) -> Values | None:
-        """Return values once per optimizer step, when the gradients are complete and unscaled, before clipping.
+        """Return values before clipping, once per optimizer step. The gradients are complete and unscaled.
 
         With phases, the method is called for each phase of the step, at the phase's last repeat. `/<phase>` is appended
         to the tags.
@@ -230,11 +243,15 @@ class Hook:
     def before_update(self, step: Step, update: Update) -> None:
         """Check or record an update. Called before each optimizer step, and before after_backward.
 
-        With phases, it is called at each repeat of a phase. An exception ends the run with unchanged parameters.
+        With phases, the method is called at each repeat of a phase. An exception ends the run and leaves the parameters
+        unchanged.
         """
 
     def after_clipping(self, step: Step) -> Values | None:
-        """Return values after clipping. Called like after_backward, with the gradients that the optimizer uses."""
+        """Return values after clipping, when the gradients are those that the optimizer uses.
+
+        Called as often as after_backward.
+        """
 
     def after_step(self, step: Step) -> Values | None:
         """Return values once per optimizer step, after the parameters are updated."""
@@ -248,13 +265,16 @@ class Hook:
         """Observe or transform the output of a module after its forward."""
 
     def full_backward(self, name: str, module: nn.Module, grad_inputs: object, grad_outputs: object) -> object:
-        """Observe or transform the gradients of a module's inputs, multiplied by `loss_scale`."""
+        """Observe or transform the gradients of a module's inputs. The gradients are multiplied by `loss_scale`."""
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Observe or transform the gradient of each tensor that a module returned, multiplied by `loss_scale`."""
+        """Observe or transform the gradient of each tensor that a module returned.
+
+        The gradient is multiplied by `loss_scale`.
+        """
 
     def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
-        """Observe `parameter.grad` after the gradient of a micro-batch was added, multiplied by `loss_scale`."""
+        """Observe `parameter.grad` after the gradient of a micro-batch was added. It is multiplied by `loss_scale`."""
 
     # --- an evaluation: validation in fit, and test ---
 
@@ -262,23 +282,23 @@ class Hook:
         """Observe an evaluation batch. Called on ranks that have samples of the batch.
 
         Args:
-            stage: Stage of the evaluation.
+            stage: Kind of evaluation: validation or test.
             values: Values by name as in after_forward, without a graph.
         """
 
     def after_evaluation(self, stage: Stage, gather: Callable[[Tensor], Tensor]) -> Values | None:
-        """Return values at the end of an evaluation. Called on every rank, except after the sanity check.
+        """Return values at the end of an evaluation. Called on every rank, except after Lightning's sanity check.
 
         Args:
-            stage: Stage of the evaluation.
-            gather: Function that gathers a tensor over the ranks that share the data, as in Step.
+            stage: Kind of evaluation: validation or test.
+            gather: Function that gathers a tensor over the ranks with different samples, as in Step.
         """
 
     # --- called by the engine ---
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """Factor of the gradients at modules: the loss scale as a 0-d tensor or a float; 1.0 without a loss scale."""
+        """Factor by which gradients at modules are multiplied: a 0-d tensor or a float. Without a loss scale, 1.0."""
         return 1.0 if self._loss_scale is None else self._loss_scale()
 
     def due(self, index: int) -> bool:
@@ -286,16 +306,16 @@ class Hook:
         return is_due_at(self.every_n_steps, index)
 
     def idle_at(self, index: int) -> frozenset[str]:
-        """Return the names of methods that have nothing to do in this due step and are not called."""
+        """Return the names of methods that are not called in this due step, because they have nothing to do."""
         return frozenset()
 
     def overrides(self, method: str) -> bool:
-        """Return whether a subclass overrides the method. The engine calls only overridden methods."""
+        """Return whether a subclass overrides a method. The engine calls only overridden methods."""
         return getattr(type(self), method) is not getattr(Hook, method)
 
     @property
     def is_at_modules(self) -> bool:
-        """True if the hook observes or transforms values at modules during a step."""
+        """Whether the hook observes or transforms values at modules during a step."""
         return any(self.overrides(method) for method in AT_MODULES)
 
     def attach(
@@ -311,9 +331,9 @@ class Hook:
 
         Args:
             network: Network of the run.
-            name: Name in the config. Default: the current name.
+            name: Name in the config. Default: None, which keeps the current name.
             directory: Run directory. Default: None.
-            loss_scale: Function that returns the loss scale. Default: None.
+            loss_scale: Function that returns the loss scale. Default: None, for a run without a loss scale.
             class_names: Class names of each target. Default: None.
 
         Raises:
@@ -326,7 +346,7 @@ class Hook:
         self.setup(network)
 
     def fit_periods(self, total_steps: int | None) -> None:
-        """Compute the periods that are `auto`.
+        """Compute the periods of all settings that are `auto`.
 
         Args:
             total_steps: Number of optimizer steps of the run; None if unknown.
@@ -338,7 +358,7 @@ class Hook:
     def engaged(self) -> AbstractContextManager[object]:
         """Return a context for the forward of a due step.
 
-        An observing hook stays attached in the backward until `disengage`.
+        After the context, an observing hook stays attached during the backward until `disengage` is called.
         """
         return nullcontext() if self._attached is None else self._attached.engaged()
 
@@ -348,7 +368,7 @@ class Hook:
             self._attached.disengage()
 
     def detach(self) -> None:
-        """Undo `attach`. The method may be called twice, and before `attach`."""
+        """Undo `attach`. The method does nothing if the hook is not attached."""
         if self._attached is not None:
             self._attached.remove()
             self._attached = None
@@ -370,15 +390,17 @@ def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POI
 
 
 def is_due_at(period: int | None, index: int) -> bool:
-    """Return whether step `index` is the first step or a multiple of the period.
+    """Return whether a step is due: the first step, or a multiple of the period.
 
-    If the period is None, no step is due.
+    Args:
+        period: Period in steps. None: no step is due.
+        index: Number of the step, counted from 1.
     """
     return period is not None and (index % period == 0 or index == 1)
 
 
 class Attached:
-    """Registration of a hook at its modules. A transforming hook is registered from the start.
+    """A hook registered at its modules. A transforming hook is registered at once, an observing hook only in due steps.
 
     Args:
         hook: The hook.
@@ -447,9 +469,10 @@ class Attached:
         return on_outputs
 
     def _guard_method(self, method: str) -> Callable[..., object]:
-        """Return a method of the hook as a function to register at modules.
+        """Return a method of the hook as a function that can be registered at modules.
 
-        The method of an observing hook runs without gradients, and raises an error if it changes or returns a value.
+        The method of an observing hook runs without gradients. An error is raised if it changes a tensor or returns a
+        value.
         """
         hook = self._hook
         own: Callable[..., object] = getattr(hook, method)
@@ -478,13 +501,13 @@ class Attached:
 def is_transformed(tensor: Tensor) -> bool:
     """Return whether a tensor is a placeholder inside torch.func.vmap, grad or another transform.
 
-    torch has no public function for this check (2.13; tests/hooks/test_torch_func.py).
+    torch has no public function for this check (2.13; tested in tests/hooks/test_torch_func.py).
     """
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return autograd's numbers of in-place changes of the tensors."""
+    """Return the version of each tensor, which autograd increases at each in-place change."""
     return [tensor._version for tensor in tensors]
 
 
@@ -494,10 +517,10 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class Observing:
-    """Context for the computations of observing hooks, so that other hooks do not count them as the network's.
+    """Context for computations of observing hooks. Other hooks do not count these computations as work of the network.
 
     Attributes:
-        depth: Number of entered contexts.
+        depth: Number of nested contexts that are active.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,10 @@ class ProgramError(ExpError):
     Attributes:
         line: The line in the program's text, from 1.
         column: The column, from 1.
-        place: The config key of the program below the key of the model.
+        message: Description of the error.
+        expected: Description of a valid program.
+        source_line: The line of the program; None if the line is too long to print.
+        place: The config key of the program, relative to the model's key. Default: forward.
         key: The full config key; None if unknown.
         others: The other errors of the program.
     """
@@ -42,14 +45,17 @@ class ProgramError(ExpError):
 
 
 def combine(errors: Iterable[ProgramError]) -> ProgramError:
-    """Return the first error in the order of the text. Its attribute `others` has the other errors."""
+    """Return the first error in the order of the text.
+
+    The attribute `others` of this error receives the other errors.
+    """
     first, *others = sorted(errors, key=lambda error: (error.line, error.column))
     first.others = tuple(others)
     return first
 
 
 def nearest_or(name: str, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the known name that is closest to `name`, for a message; `otherwise` if no name is close."""
+    """Return the known name that is closest to `name`, in backticks. Return `otherwise` if no known name is close."""
     found = find_nearest(name, known)
     return f"`{found[0]}`" if found else otherwise
 
@@ -78,10 +84,10 @@ class Names:
     """The names that are defined before a program runs.
 
     Args:
-        layers: The network's layers and parameters.
-        inputs: The network's inputs, in the order of the parameters of `forward`.
-        constants: The values that the config defines.
-        functions: The functions that the config defines.
+        layers: The names of the network's layers and parameters.
+        inputs: The names of the network's inputs, in the order of the parameters of `forward`.
+        constants: The names of the constants that the config defines.
+        functions: The names of the functions that the config defines.
     """
 
     layers: frozenset[str]
@@ -90,14 +96,20 @@ class Names:
     functions: frozenset[str] = frozenset()
 
     def variables(self, tree: ast.Module) -> frozenset[str]:
-        """Return the names that have a value: those defined before the program runs, and the program's variables."""
+        """Return the names of all variables: inputs, layers, constants, and the names that the program assigns."""
         return frozenset((*self.inputs, *self.layers, *self.constants, *_assigned_names(tree), "layers", "training"))
 
 
 def check(tree: ast.Module, names: Names, error: ErrorAt) -> None:
-    """Raise ProgramError if a node is not on the list of allowed syntax, or a name is invalid.
+    """Check that all nodes of a syntax tree are allowed, and that all names are valid.
 
-    `others` has the other errors.
+    Args:
+        tree: The syntax tree.
+        names: The names that are defined before the program runs.
+        error: Function of a node, a message and a description of valid programs. It returns the exception.
+
+    Raises:
+        ProgramError: The first error. The attribute `others` has the other errors.
     """
     _check_names(names, error)
     checker = _Checker(tree, names, error)
@@ -136,7 +148,7 @@ class _Checker(ast.NodeVisitor):
         self.known = self.variables | names.functions | vocabulary.FUNCTIONS | vocabulary.BUILTINS
 
     def refuse(self, node: ast.AST, message: str, expected: str) -> None:
-        """Record an error, unless there is already an error with the same position or the same message."""
+        """Record an error. An error with the position or the message of an earlier error is not recorded."""
         found = self.error(node, message, expected)
         if all((found.line, found.column) != (one.line, one.column) and message != one.message for one in self.found):
             self.found.append(found)
@@ -203,7 +215,17 @@ class _Checker(ast.NodeVisitor):
             self.refuse(node, f"{written} is not on the list", expected)
 
     def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
-        """Record an error with the reason why a program cannot use a name. Return False if the reason is unknown."""
+        """Record an error that gives the reason why a program cannot use a name.
+
+        Args:
+            node: The node with the name.
+            written: The name as in the program, for the message.
+            name: The name.
+            known: The names that are allowed at this position.
+
+        Returns:
+            False if no reason is known. In this case, nothing is recorded.
+        """
         found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found
@@ -223,7 +245,11 @@ class _Checker(ast.NodeVisitor):
 
 
 def _wrong_form(node: ast.AST) -> tuple[str, str] | None:
-    """Return the message and an alternative if an allowed node type has a forbidden form; otherwise None."""
+    """Return the error of a node that has an allowed type but a forbidden form, such as `**` in a call.
+
+    Returns:
+        The message and a description of an allowed form. None: the node is allowed.
+    """
     match node:
         case ast.Constant(value, kind) if type(value) not in _CONSTANTS or kind is not None:
             return f"a constant of type {type(value).__name__}", "a number, string, bool or None"
@@ -256,9 +282,9 @@ def _assigned_names(tree: ast.Module) -> set[str]:
 
 
 def prefix_of(node: ast.Attribute, variables: Set[str]) -> str | None:
-    """Return the module prefix of an attribute; None if the attribute begins with a variable.
+    """Return the module prefix of an attribute, such as `torch.nn.functional` for `torch.nn.functional.gelu`.
 
-    The prefix of `torch.nn.functional.gelu` is `torch.nn.functional`.
+    Return None if the attribute begins with a variable instead of a module.
     """
     parts, value = [], node.value
     while isinstance(value, ast.Attribute):

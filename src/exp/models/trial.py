@@ -1,10 +1,10 @@
-"""Trial of a forward program: a run on stand-ins for layers and tensors, before the program runs on tensors.
+"""Trial of a forward program. The program runs on stand-ins for layers and tensors before it runs on tensors.
 
 The stand-ins forbid conditions on tensors, writes into tensors, and attributes of layers except sublayers and
-parameters. The names of their own attributes begin with an underscore, because a program cannot contain such names.
+parameters. The attributes of a stand-in begin with an underscore, because a program cannot contain such names.
 
-Guards limit computations with constants, and the trial limits the number of steps. Conditions depend only on constants
-and on `training`, so a trial in each mode covers every path of a run.
+Guards are functions that limit computations with constants. The trial also limits the number of steps. Conditions
+depend only on constants and on `training`, so a trial in each mode covers every path of a run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from exp.models.vocabulary import ATTRIBUTES, METHODS, PARAMETER_ATTRIBUTES, RES
 
 # The maximum number of steps. A step is a Python instruction, or an element that an operation visits.
 MAX_STEPS = 400_000
-# The number of steps that an error counts, because recording it takes 0.2 ms and a loop may repeat it.
+# The number of steps that each error adds, because recording an error takes 0.2 ms and a loop may repeat the error.
 STEPS_OF_A_REFUSAL = 2_000
 MAX_ARGUMENT_DEPTH = 20
 MAX_LENGTH = 10_000
@@ -60,11 +60,11 @@ _OF_NUMBERS = frozenset({"abs", "max", "min", "range", "round"})
 
 
 class Refusal(ValueError):
-    """A forbidden operation on constants, such as a power with a huge result."""
+    """An exception for a forbidden operation on constants, such as a power with a huge result."""
 
 
 class Stopped(Exception):
-    """The trial took too many steps and was ended."""
+    """An exception that ends a trial with too many steps."""
 
 
 def try_out(
@@ -79,12 +79,12 @@ def try_out(
     Args:
         program: The program.
         code: The compiled guarded function, with the parameters `self` and the inputs.
-        functions: The values of the other names in the program: functions of models/vocabulary.py, and numbers.
+        functions: The functions and numbers that the program uses, by name.
         held: The layers and parameters of the network, by name.
         mode: The name of the function that returns `training`.
 
     Raises:
-        ProgramError: The program has an error, which is reported with its line and column.
+        ProgramError: The program has an error. The exception has the line and the column of the error.
     """
     found: dict[tuple[int, int], ProgramError] = {}
     for training in (True, False) if "training" in program.loaded else (True,):
@@ -118,7 +118,7 @@ def try_out(
 
 
 class Trial:
-    """A run of a program on stand-ins. It counts the steps, and records errors by position."""
+    """A run of a program on stand-ins, which counts steps and records errors by position."""
 
     # The methods that the compiled program calls.
     GUARDS = ("attribute", "binary", "key", "operand", "result")
@@ -137,7 +137,10 @@ class Trial:
             raise Stopped
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Count the instructions of the program. This is a trace function for sys.settrace."""
+        """Count one step for each Python instruction of the program.
+
+        The method is a trace function for sys.settrace.
+        """
         if frame.f_code.co_filename != self.code.co_filename:
             return None
         frame.f_trace_opcodes = True
@@ -160,7 +163,12 @@ class Trial:
     # -- guards --
 
     def operand(self, value: object, depth: int = 0) -> object:
-        """Return a value after checking that operations on tensors and layers accept it."""
+        """Return a value after checking that it is valid as an operand of an operation on tensors.
+
+        Args:
+            value: The value.
+            depth: Number of lists and dicts around the value. Default: 0.
+        """
         self.count()
         if depth > MAX_ARGUMENT_DEPTH:
             return self.refuse("a list or dict that is nested too deeply", f"at most {MAX_ARGUMENT_DEPTH} levels")
@@ -177,7 +185,10 @@ class Trial:
         return value if isinstance(value, Scalar) else self.refuse("a dict key that is not a constant", "a string")
 
     def attribute(self, value: object, name: str) -> object:
-        """Return an attribute of a layer or tensor, or a method of a list or dict; any other attribute is an error."""
+        """Return an attribute of a layer or tensor, or a method of a list or dict.
+
+        Record an error for any other attribute.
+        """
         is_method = isinstance(value, list | dict) and name in vocabulary.CONTAINER_METHODS and hasattr(value, name)
         if isinstance(value, Layer | Unknown) or is_method:
             return getattr(value, name)
@@ -221,7 +232,7 @@ class Trial:
         return self.compute(*arguments, **named)
 
     def _builtin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
-        """Return the result of a Python function. Iterators are returned as lists."""
+        """Return the result of a Python function. A list is returned instead of an iterator."""
         self.count(1 + sum(map(_size, args)) // 10)
         if name == "sum":
             start, values = (args[1] if len(args) > 1 else 0), args[0]
@@ -250,9 +261,13 @@ class Trial:
 
 
 def _apply_bounded(kind: str, left: object, right: object) -> object:
-    """Return the result of a binary operator on two constants. Raise Refusal if the result would be too large.
+    """Return the result of a binary operator on two constants.
 
-    The limit is needed because Python's integers and sequences have no maximum size (`9 ** 9 ** 9`, `[0] * 10 ** 10`).
+    The size of the result is limited, because Python's integers and sequences have no maximum size (`9 ** 9 ** 9`,
+    `[0] * 10 ** 10`).
+
+    Raises:
+        Refusal: The result would be too large.
     """
     if isinstance(left, int | float) and isinstance(right, int | float) and kind != "MatMult":
         if kind == "Pow" and isinstance(left, int) and right > 1 and abs(left).bit_length() * right > 64 * 2:
@@ -278,9 +293,9 @@ def _bound_length(length: int) -> None:
 
 
 def _arguments_by_name(called: Listed, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the arguments of a call by name, if the function is in torch.nn.functional and written in Python.
+    """Return the arguments of a call by parameter name.
 
-    For other functions, only the keyword arguments are returned.
+    Positional arguments are included only if the function is in torch.nn.functional and written in Python.
     """
     function = getattr(torch.nn.functional, called.name) if called.home == "torch.nn.functional" else None
     if not isinstance(function, FunctionType):
@@ -292,9 +307,9 @@ def _arguments_by_name(called: Listed, args: tuple[object, ...], kwargs: dict[st
 
 
 def _written_argument(name: str, given: Mapping[str, object]) -> str | None:
-    """Return the argument into which a function of torch.nn.functional writes.
+    """Return the name of the argument into which a function of torch.nn.functional writes.
 
-    Returns None if the function does not write into an argument.
+    Return None if the function does not write into an argument.
     """
     if given.get("inplace", False) is not False:
         return "inplace"
@@ -322,7 +337,7 @@ def _size(value: object) -> int:
 
 
 def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -> ProgramError:
-    """Return the exception of a trial as an error at a position in the program."""
+    """Return an error at a position in the program for an exception of the trial."""
     line, column, end = place
     message, expected = str(error), "an operation that a forward program can compute before the run"
     if isinstance(error, NameError):
@@ -334,7 +349,7 @@ def _error_at(program: Program, error: Exception, place: tuple[int, int, int]) -
 
 
 def _place(code: CodeType, traceback: TracebackType | None) -> tuple[int, int, int]:
-    """Return the position of the program's innermost frame in a traceback.
+    """Return the position at which a program raised an exception.
 
     Returns:
         The line, and the first and last column in bytes.
@@ -349,7 +364,7 @@ def _place(code: CodeType, traceback: TracebackType | None) -> tuple[int, int, i
 
 
 def _position(code: CodeType, instruction: int) -> tuple[int, int, int]:
-    """Return the position of an instruction.
+    """Return the position of a Python instruction in the program.
 
     Returns:
         The line, and the first and last column in bytes.
@@ -421,7 +436,12 @@ class Unknown:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """Function of models/vocabulary.py, with its name in the program and its module."""
+    """A function of models/vocabulary.py or of the config.
+
+    Attributes:
+        name: The name in the program.
+        home: The name of the function's module.
+    """
 
     name: str
     home: str
@@ -429,7 +449,13 @@ class Listed:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Stand-in for a layer of the network. `_path` is the layer's name in the state dict, such as `linears.0`."""
+    """Stand-in for a layer of the network.
+
+    Attributes:
+        _path: The layer's name in the state dict, such as `linears.0`.
+        _module: The layer.
+        _trial: The trial that records errors.
+    """
 
     _path: str
     _module: nn.Module
@@ -441,7 +467,10 @@ class Layer:
         return self._trial.compute(*inputs, **named)
 
     def __getattr__(self, name: str) -> object:
-        """Return the stand-in of a sublayer or tensor, or a method of a dict of layers."""
+        """Return the stand-in of a sublayer or tensor, or a method of a dict of layers.
+
+        Record an error for other attributes.
+        """
         if name.startswith("_"):  # of Python
             raise AttributeError(name)
         if isinstance(self._module, _MAPPINGS) and name in ("items", "keys", "values"):
@@ -464,7 +493,7 @@ class Layer:
         return iter(self._entries or self._elements)
 
     def __getitem__(self, index: object) -> object:
-        """Return the stand-in of an element, such as `linears[0]`, `linears[1:]` or `heads["main"]`."""
+        """Return the stand-in of an element or of a slice, such as `linears[0]`, `linears[1:]` or `heads["main"]`."""
         if isinstance(self._module, _MAPPINGS):
             if isinstance(index, str) and index in self._entries:
                 return self._entries[index]
@@ -482,9 +511,9 @@ class Layer:
     def _refuse(self, message: str, expected: str) -> Unknown:
         return self._trial.refuse(f"`{self._path}` ({type(self._module).__name__}) {message}", expected)
 
-    @cached_property  # a program may read it in each of a thousand lines
+    @cached_property  # a program may read the elements in each of a thousand lines
     def _elements(self) -> list[object]:
-        """The stand-ins of the elements of a list."""
+        """The stand-ins of the elements of a list of layers."""
         if not isinstance(self._module, _SEQUENCES):
             return []
         held = enumerate(self._module)
@@ -492,7 +521,7 @@ class Layer:
 
     @cached_property
     def _entries(self) -> dict[str, object]:
-        """The stand-ins of the entries of a dict, by name."""
+        """The stand-ins of the entries of a dict of layers, by name."""
         held = self._module.items() if isinstance(self._module, _MAPPINGS) else ()
         return {name: stand_in(f"{self._path}.{name}", one, self._trial) for name, one in held}
 

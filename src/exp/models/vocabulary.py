@@ -2,9 +2,9 @@
 
 This module does not import torch.
 
-A program cannot use any other name. The lists contain operators that take tensors and numbers and return new tensors,
-with their documented aliases. The lists were made from torch's own database (torch.testing._internal.opinfo).
-tests/models/operators.py compares the lists with torch.
+A program cannot use functions, methods or attributes that are not on the lists. The lists contain operators that take
+tensors and numbers and return new tensors, with their documented aliases. The lists were made from torch's own database
+(torch.testing._internal.opinfo). tests/models/operators.py compares the lists with torch.
 """
 # ruff: noqa: SIM905  (lists of words are easier to read as text)
 
@@ -84,8 +84,9 @@ FFT_FUNCTIONS = frozenset(
 # Functions that drop values even in evaluation, unless a program passes `training=training`.
 NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
 
-# Functions that write into an argument. Each value is the argument, the parameter that enables writing, and its
-# default. The function writes if the argument is given and the parameter is true. None: no parameter disables writing.
+# Functions that write into an argument. A value has three entries: the argument, the parameter that enables writing,
+# and the default of this parameter. The function writes if the argument is given and the parameter is true. None
+# instead of a parameter: the function always writes.
 WRITES = {
     "batch_norm": ("running_mean", "training", False),
     "instance_norm": ("running_mean", "use_input_stats", True),
@@ -93,8 +94,8 @@ WRITES = {
     "embedding_bag": ("max_norm", None, True),
 }
 
-# Python's functions, for values that are known before the run. With a tensor, functions such as `max` and `sum` are
-# those of torch.
+# Python's functions, for values that are known before the run. On a tensor, names such as `max` and `sum` call the
+# functions of torch.
 BUILTINS = frozenset(
     "abs bool dict enumerate float int len list max min range reversed round str sum tuple zip".split()
 )
@@ -108,7 +109,7 @@ MATHEMATICS = frozenset(
 NUMBERS = frozenset({"e", "inf", "nan", "pi", "tau"})
 TORCH_NUMBERS = NUMBERS - {"tau"}
 
-# Functions of torch that are not methods of a tensor. All other functions are also methods.
+# Functions of torch that are not methods of a tensor. The other functions in TORCH_FUNCTIONS are also methods.
 _NO_METHODS = frozenset(
     """
     arange as_tensor atleast_1d atleast_2d atleast_3d bartlett_window binomial blackman_window block_diag
@@ -170,19 +171,19 @@ FUNCTIONS = TORCH_FUNCTIONS | FUNCTIONAL_FUNCTIONS
 
 
 def members(prefix: str) -> frozenset[str]:
-    """Return the names that may follow a prefix in PREFIXES."""
+    """Return the functions and values that a program may write after a prefix in PREFIXES."""
     return _MEMBERS[PREFIXES[prefix]]
 
 
 def is_value(name: str, home: str) -> bool:
-    """Return whether a name of a module means a number, a dtype or a memory format instead of a function."""
+    """Return whether a name in a module is a value instead of a function: a number, a dtype or a memory format."""
     if home == "torch":
         return name in DTYPES | MEMORY_FORMATS | TORCH_NUMBERS
     return home == "math" and name in NUMBERS
 
 
 def home_of(name: str) -> str:
-    """Return the module of a function without a prefix.
+    """Return the module of a function that a program writes without a prefix.
 
     The module is torch if torch has the function, otherwise torch.nn.functional.
     """
@@ -190,11 +191,14 @@ def home_of(name: str) -> str:
 
 
 def hint(name: str, known: Set[str]) -> tuple[str, str] | None:
-    """Return the reason why a program cannot use a name, and an alternative; None if the name may be misspelled.
+    """Return the reason why a program cannot use a name, and an alternative.
 
     Args:
         name: The name.
         known: The names that are allowed at this position.
+
+    Returns:
+        The reason and the alternative. None: the name may be misspelled.
     """
     pure, instead = name.rstrip("_"), habits()["torch"]
     if name in instead:

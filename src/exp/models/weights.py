@@ -1,7 +1,7 @@
 """Loading of pretrained weights into a network, by names and shapes.
 
-keys: {"backbone.*": "body.*", "head.*": null} renames the weights. The first matching pattern is used, and `*` keeps
-its text. null skips a tensor. A name that matches no pattern does not change.
+keys: {"backbone.*": "body.*", "head.*": null} renames the weights. The first pattern that matches a name is used. The
+text that `*` matches does not change. null skips a tensor. A name that no pattern matches does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from exp.models.lora import originals
 from exp.spelling import among, did_you_mean
 
 Keys = Mapping[str, str | None]
-# A buffer of BatchNorm that is used only if momentum is None. Weights older than torch 0.4.1 do not have it.
+# A buffer of BatchNorm that is used only if momentum is None. Weights older than torch 0.4.1 lack this buffer.
 COUNTER = ".num_batches_tracked"
 
 
@@ -31,11 +31,12 @@ class Matching:
         taken: The names in the weights by name in the network, for tensors of the same shape.
         shapes: The name in the weights, the shape in the weights and the shape in the network, by name in the network.
             Only tensors with different shapes are included.
-        missing: Names in the network that the weights do not have.
-        unused: Names in the weights that the network does not have.
-        left_out: Names in the weights that a null skips.
+        missing: Names in the network that the weights lack.
+        unused: Names in the weights that the network lacks.
+        left_out: Names of weights that are skipped, because their pattern in `weights.keys` has the value null.
         count: The number of tensors in the network.
-        unmatched: The patterns that match no name in the weights, each with all these names.
+        unmatched: All names in the weights, by pattern in `weights.keys` that matches none of these names. Default:
+            empty.
     """
 
     taken: Mapping[str, str]
@@ -48,7 +49,7 @@ class Matching:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tensors of the network and all weights match."""
+        """Whether the network and the weights have the same names and shapes."""
         return not (self.shapes or self.missing or self.unused)
 
     def summary(self, source: str) -> str:
@@ -64,10 +65,11 @@ class Matching:
     def errors(self, source: str, *, is_strict: bool) -> Iterator[ErrorDetails]:
         """Yield the errors of the comparison.
 
+        Two errors do not depend on `is_strict`: a pattern without a match, and weights without any matching tensor.
+
         Args:
             source: The name of the weights.
-            is_strict: Whether a tensor that does not match is an error. A pattern without a match, and weights without
-                any match, are always errors.
+            is_strict: Whether a tensor that does not match is an error.
         """
         for pattern, names in self.unmatched.items():
             yield ErrorDetails(
@@ -107,7 +109,10 @@ class Matching:
         return "; ".join(filter(None, texts))
 
     def _proposal(self) -> str | None:
-        """Return a renaming of a prefix that would match most of the missing names; None if no prefix matches."""
+        """Return a sentence that proposes to rename a prefix of the weights, so that most missing names match.
+
+        Return None if no renaming helps.
+        """
         there: Counter[tuple[str, str]] = Counter()
         for own in self.missing:
             there.update((f"{theirs.removesuffix(own)}*", "*") for theirs in self.unused if theirs.endswith(f".{own}"))
@@ -118,7 +123,12 @@ class Matching:
 
 
 def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Keys) -> Matching:
-    """Compare the names and shapes of weights with those of a network. The network may be on the meta device.
+    """Compare the names and shapes of weights with those of a network.
+
+    Args:
+        weights: The weights by name.
+        network: The network. Its tensors may be on the meta device.
+        keys: New name of each pattern, as in the module docstring.
 
     Raises:
         ConfigError: Two weights get the same name, or a new name has more stars than its pattern.
@@ -159,7 +169,7 @@ def match_weights(weights: Mapping[str, Tensor], network: nn.Module, *, keys: Ke
 
 @torch.no_grad()
 def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Matching) -> None:
-    """Copy the matching weights into the network. They are converted to the dtypes of the network."""
+    """Copy the matching weights into the network, converted to the dtypes of the network."""
     own = tensors_of(network)
     for name, theirs in matching.taken.items():
         own[name].copy_(weights[theirs])
@@ -168,7 +178,7 @@ def load_weights(network: nn.Module, weights: Mapping[str, Tensor], matching: Ma
 def follow_saved_shapes(network: nn.Module) -> None:
     """Make load_state_dict resize the buffers of users' modules to the shapes in the state dict.
 
-    This is needed because a forward pass may give a buffer the size of the batch, which is unknown to a new network.
+    A forward pass may give a buffer the size of the batch. A new network has buffers of other sizes.
     """
     for module in network.modules():
         if any(True for _ in _reshaped_buffers(module)):
@@ -176,7 +186,10 @@ def follow_saved_shapes(network: nn.Module) -> None:
 
 
 def _reshaped_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own buffers that a forward pass may resize. torch's modules never resize buffers."""
+    """Yield the buffers of a module that a forward pass may resize, without submodules.
+
+    torch's modules never resize buffers.
+    """
     if type(module).__module__.partition(".")[0] != "torch":
         yield from module.named_buffers(recurse=False)
 
@@ -198,7 +211,10 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _rename(name: str, keys: Keys) -> tuple[str, str | None]:
-    """Return the pattern that matches a name, and the new name. Without a match, return "" and the name."""
+    """Return the pattern that matches a name, and the new name.
+
+    If no pattern matches, return an empty pattern and the unchanged name. The new name None skips the tensor.
+    """
     for pattern, new in keys.items():
         found = re.fullmatch("(.*)".join(map(re.escape, pattern.split("*"))), name)
         if found is None:

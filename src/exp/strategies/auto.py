@@ -18,9 +18,9 @@ class Auto(DDP):
 
     @property
     def demand(self) -> Demand:
-        """Demand for all GPUs, as for DDP. A machine without a GPU uses one device."""
+        """Devices to use: all GPUs, as in DDP. On a machine without a GPU, one device."""
         return Demand(cpu_devices=1, adapts=True)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return no errors, because DDP has its default options and a single device supports everything."""
+        """Return no errors. DDP with default options and a single device support every run."""
         return ()

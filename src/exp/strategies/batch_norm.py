@@ -1,8 +1,10 @@
-"""Batch normalization over the global batch, with statistics of all ranks.
+"""Batch normalization with statistics over the global batch, which are the samples of all ranks.
 
-torch's SyncBatchNorm requires CUDA and rejects CPU tensors. On a CPU, the sums are exchanged through gloo in two
-passes, so that the variance loses no precision. If the global batch has fewer samples than ranks, a rank without
-samples joins the collectives and adds nothing.
+torch's SyncBatchNorm requires CUDA and rejects CPU tensors. On a CPU, gloo sums the values of all ranks. First the mean
+is computed and then the variance, so that the variance loses no precision.
+
+If the global batch has fewer samples than ranks, a rank without samples takes part in the collectives and adds
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Share:
     """State of the current batch on this rank.
 
     Attributes:
-        counts: True if the batch has samples on this rank.
+        counts: Whether the batch has samples on this rank.
     """
 
     __slots__ = ("counts",)
@@ -36,7 +38,9 @@ class Share:
 
 
 class StatisticsOverRanks(LightningStrategy):
-    """Base class of Lightning strategies with sync_batchnorm: `class X(StatisticsOverRanks, Base)`.
+    """Base class of Lightning strategies that support sync_batchnorm.
+
+    Example: `class X(StatisticsOverRanks, Base)`.
 
     Attributes:
         sync_batchnorm: Whether to normalize over the global batch. Default: False.
@@ -47,14 +51,14 @@ class StatisticsOverRanks(LightningStrategy):
     _classes_before: Mapping[nn.Module, type[nn.Module]] = {}
 
     def join_statistics(self, network: nn.Module) -> None:
-        """Make the network normalize over the global batch until the end of a stage, if sync_batchnorm is true."""
+        """Make the network normalize over the global batch if sync_batchnorm is true, until `teardown` is called."""
         if self.sync_batchnorm and not self._classes_before:
             self._share = Share()
             self._classes_before = join_statistics(network, self._share, device_type=self.root_device.type)
 
     def training_step(self, batch: object, *arguments: object, **named: object) -> STEP_OUTPUT:
         if self._share is not None:
-            # The batch of a user's LightningModule is no Batch object and always has samples.
+            # The batch of a user's LightningModule is not a Batch object, and always has samples.
             self._share.counts = not isinstance(batch, Batch) or batch.size > 0
         return super().training_step(batch, *arguments, **named)
 
@@ -73,14 +77,14 @@ class CudaBatchNorm(nn.SyncBatchNorm):
         """Return the normalized input, `[B, C, ...]`."""
         if not self.training or self.share.counts:
             return super().forward(input)
-        # An empty batch joins the collectives of forward and backward, and adds nothing.
+        # A rank without samples takes part in the collectives of forward and backward, and adds nothing.
         return input + super().forward(input[:0]).sum()
 
 
 class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch without a public name
     """BatchNorm over the global batch on a CPU. It replaces the class of an existing layer.
 
-    It does not derive from SyncBatchNorm, which DistributedDataParallel rejects on a CPU.
+    SyncBatchNorm is not a base class, because DistributedDataParallel rejects SyncBatchNorm on a CPU.
     """
 
     share: Share
@@ -88,7 +92,8 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input, `[B, C, ...]`.
 
-        Raise ValueError if there is only one value per channel over all ranks.
+        Raises:
+            ValueError: The global batch has only one value per channel.
         """
         if not self.training:
             uses_batch = self.running_mean is None and self.running_var is None
@@ -114,7 +119,7 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """Update the running statistics as nn.BatchNorm does. Without a momentum, they are means over all batches."""
+        """Update the running statistics as nn.BatchNorm does. If momentum is None, they are means over all batches."""
         if self.running_mean is None or self.running_var is None:
             return
         self.num_batches_tracked.add_(1)
@@ -126,7 +131,7 @@ class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch
 class SumOverRanks(torch.autograd.Function):
     """Sum of a tensor over all ranks, returned on every rank. The gradient is the sum of the ranks' gradients.
 
-    torch.distributed.nn.functional.all_reduce computes the same, but is deprecated in torch 2.13.
+    torch.distributed.nn.functional.all_reduce computes the same sum, but is deprecated in torch 2.13.
     """
 
     @staticmethod
@@ -170,7 +175,13 @@ def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> di
 
 
 def restore_classes(before: Mapping[nn.Module, type[nn.Module]]) -> None:
-    """Undo join_statistics. Layers whose class fully_shard has replaced in the meantime are skipped."""
+    """Restore the previous classes of the layers that join_statistics changed.
+
+    If fully_shard has replaced the class of a layer in the meantime, the layer is skipped.
+
+    Args:
+        before: Previous class of each layer, as returned by join_statistics.
+    """
     for part, kind in before.items():
         if type(part) not in (CudaBatchNorm, GlobalBatchNorm):
             continue
@@ -181,7 +192,7 @@ def restore_classes(before: Mapping[nn.Module, type[nn.Module]]) -> None:
 
 
 def batch_norm_errors(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[ErrorDetails]:
-    """Yield an error for each layer that does not support the value of sync_batchnorm."""
+    """Yield an error for each batch normalization that is not supported with this value of sync_batchnorm."""
     key, layers = "strategy.sync_batchnorm", list(batch_norms(planned.network))
     if sync_batchnorm and not layers:
         yield invalid_value(key, True, "false", because="and the network has no batch normalization")

@@ -1,10 +1,10 @@
-"""Distributed data parallel: each rank has a copy of the network, and gradients are averaged during the backward.
+"""Distributed data parallel: each rank has a copy of the network. The backward averages the gradients over the ranks.
 
-communication_hook: bf16 and fp16 send each bucket of gradients in that dtype. torch's default_hooks do the same, but
-DistributedDataParallel accepts the bf16 hook only with the NCCL backend. gloo supports bfloat16, too (torch 2.13).
+communication_hook: bf16 and fp16 send the gradients in that dtype. torch's default_hooks do the same, but
+DistributedDataParallel accepts the bf16 hook only with the NCCL backend. gloo also supports bfloat16 (torch 2.13).
 """
 
-# Annotations are evaluated, because DistributedDataParallel compares those of a hook with classes.
+# No `from __future__ import annotations`: DistributedDataParallel compares the annotations of a hook with classes.
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,11 +36,13 @@ class DDP(Strategy):
 
     Args:
         name: Name of the strategy. Default: ddp.
-        find_unused_parameters: Search the graph for parameters without a gradient in every step. Default: False.
-        broadcast_buffers: Copy the buffers of rank 0 to all ranks before each forward. If False, copy them before each
-            validation, checkpoint and test. Default: True.
-        bucket_cap_mb: Size of a bucket in MiB. None uses torch's default. Default: None.
-        sync_batchnorm: Compute BatchNorm statistics over the global batch instead of each rank's part. Default: False.
+        find_unused_parameters: Whether each step searches the graph for parameters without a gradient. Default: False.
+        broadcast_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward. If False, they are
+            copied only before each validation, checkpoint and test. Default: True.
+        bucket_cap_mb: Size in MiB of a bucket of gradients, which are sent together. None uses torch's default.
+            Default: None.
+        sync_batchnorm: Whether BatchNorm statistics are computed over the global batch instead of the rank's samples.
+            Default: False.
         communication_hook: Dtype in which gradients are sent. None sends them in the gradients' dtype. Default: None.
     """
 
@@ -59,7 +61,7 @@ class DDP(Strategy):
         super().__init__(name=name)
         self.options: dict[str, object] = {
             "find_unused_parameters": find_unused_parameters,
-            # Gradients are views of the buckets that are sent, which saves the memory of a copy.
+            # Gradients are views of the buckets, because a copy would need more memory.
             "gradient_as_bucket_view": True,
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -68,7 +70,7 @@ class DDP(Strategy):
         self.communication_hook = communication_hook
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return errors for options that contradict each other, the network or the phases."""
+        """Return errors for options that contradict each other, or that the network or the phases do not support."""
         errors = list(batch_norm_errors(planned, sync_batchnorm=self.sync_batchnorm))
         if planned.settings.phases and planned.placement.world_size > 1:
             # Phases average their gradients without DistributedDataParallel.
@@ -81,7 +83,7 @@ class DDP(Strategy):
         return errors
 
     def hook_errors(self, *, expected: str) -> list[ErrorDetails]:
-        """Return an error if communication_hook is set; an empty list otherwise.
+        """Return an error if communication_hook is set. Otherwise return an empty list.
 
         Args:
             expected: Description of valid values.
@@ -95,7 +97,7 @@ class DDP(Strategy):
         return ExpDDPStrategy(placement=placement, options=self)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the memory of one copy per rank, and the transfers of gradients and buffers."""
+        """Return the memory of a copy of the network on each rank, and the transfers of gradients and buffers."""
         count, copies = load.placement.world_size, load.copies()
         if count == 1:
             return copies
@@ -174,7 +176,7 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
 
 def _send_in_dtype(dtype: torch.dtype, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     buffer: Tensor = bucket.buffer()
-    # Divided before the sum, because float16 then overflows less.
+    # The gradients are divided before the sum, because float16 then overflows less often.
     work = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
     assert work is not None
     found: torch.futures.Future[Tensor] = work.get_future().then(lambda future: buffer.copy_(future.value()[0]))

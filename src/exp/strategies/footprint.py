@@ -1,10 +1,10 @@
-"""Sizes of a network's parts on each rank, and of the data sent per step, computed before any tensor is placed.
+"""Memory of a network on each rank, and data sent per step, computed before any tensor is on a device.
 
-A strategy's method `footprint` returns them, and exp.plan reads them. The bytes that a rank sends in a collective are
-those of a ring, which is optimal (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms):
+A strategy's method `footprint` returns these sizes, and exp.plan reads them. All collectives are assumed to use a ring,
+which is optimal (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms). Each rank then sends:
 
     all-gather, reduce-scatter of S bytes over N ranks      (N - 1) / N * S
-    all-reduce                                              both of them, 2 (N - 1) / N * S
+    all-reduce of S bytes over N ranks                      2 (N - 1) / N * S
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Size:
     Attributes:
         shape: Shape of the parameter.
         itemsize: Bytes per number.
-        learns: Whether the parameter has a gradient.
-        size: Bytes of its storage; 0 if an earlier parameter uses the same storage.
+        learns: Whether the parameter is trained, and therefore has a gradient.
+        size: Bytes of the parameter's storage. 0 if an earlier parameter uses the same storage.
     """
 
     shape: tuple[int, ...]
@@ -52,8 +52,8 @@ class Held:
     """Part of a parameter that a rank stores.
 
     Attributes:
-        shape: Shape of the part. The optimizer keeps its state for this shape.
-        stored: Bytes of the part with padding; 0 if another part on the rank uses the same storage.
+        shape: Shape of the part. The optimizer state has the same shape.
+        stored: Bytes of the part with padding. 0 if another part on the rank uses the same storage.
         gradient: Bytes of the part's gradient with padding.
         steps: Whether this rank's optimizer updates the part.
     """
@@ -69,10 +69,10 @@ class Load:
     """Properties of a run from which a strategy computes its footprint.
 
     Attributes:
-        network: Network on the meta device, with all sizes.
+        network: Network on the meta device. All shapes are known.
         sizes: Sizes of the network's parameters by name. A shared parameter is listed once.
         placement: Placement of the run.
-        inputs: Example inputs of the network, used to split it. Default: ().
+        inputs: Example inputs of the network, for splitting the network into parts. Default: ().
         buffers: Bytes of the network's buffers. Default: 0.
         outputs: Bytes of each layer's output for one rank's micro-batch, by path. Default: empty.
         micro_batches: Number of micro-batches per step. Default: 1.
@@ -97,19 +97,19 @@ class Load:
         return sum(size.nbytes for size in self.sizes.values())
 
     def copies(self) -> Footprint:
-        """Return the footprint of a copy of the network on each rank, and the all-reduce of gradients."""
+        """Return the footprint of a run in which each rank has a copy of the network and gradients are averaged."""
         place = Place(ranks=tuple(range(self.placement.world_size)), held=self.whole_parameters())
         return Footprint(places=[place], transfers=self.gradient_transfers())
 
     def whole_parameters(self) -> dict[str, Held]:
-        """Return the parts of a rank that stores every parameter as a whole, by name."""
+        """Return all parameters as parts of a rank that stores the whole network, by name."""
         return {
             name: Held(shape=one.shape, stored=one.nbytes, gradient=one.nbytes if one.learns else 0, steps=one.learns)
             for name, one in self.sizes.items()
         }
 
     def gradient_transfers(self, *, factor: float = 1.0) -> list[Transfer]:
-        """Return the all-reduce of gradients over the data ranks.
+        """Return the transfer that averages gradients over the ranks with different samples.
 
         Args:
             factor: Fraction of the bytes that is sent. Default: 1.
@@ -121,15 +121,15 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Contents of one device of one rank.
+    """Contents of the memory of one device.
 
     Attributes:
-        ranks: Ranks with the same contents.
-        held: Stored parts, by parameter name.
+        ranks: Ranks whose devices have the same contents.
+        held: Stored parts of parameters, by parameter name.
         device: Index of the device, if a rank has several devices. None if the rank has one device. Default: None.
-        activations: Factors on the activations of one rank's whole micro-batch, by layer path. A factor applies to all
-            layers below its path. Default: empty.
-        rest: Factor of layers without an entry in `activations`. Default: 1.
+        activations: Fractions of the activations of one rank's micro-batch that are in memory, by layer path. A
+            fraction applies to all layers below its path. Default: empty.
+        rest: Fraction for layers without an entry in `activations`. Default: 1.
         buffers: Bytes of communication buffers, by purpose. Default: empty.
         offloaded: Whether weights, gradients and optimizer state are in host memory. Default: False.
     """
@@ -143,7 +143,7 @@ class Place:
     offloaded: bool = False
 
     def share_of(self, path: str) -> float:
-        """Return the activation factor of a layer."""
+        """Return the fraction of a layer's activations that is in memory."""
         return share_of(path, self.activations, rest=self.rest)
 
 
@@ -171,11 +171,12 @@ class Footprint:
     Attributes:
         places: Contents of all devices.
         transfers: Data that a rank sends. Default: ().
-        work: Fraction of a micro-batch's arithmetic and moved bytes that one rank computes, from 0 to 1. Default: 1.
-        layer_work: Fractions of single layers by path, used instead of `work`. They apply to all layers below the path.
-            Default: empty.
-        calls: Number of calls of each operator per micro-batch. A call on a smaller part takes as long. Default: 1.
-        waiting: Duration of a step divided by the rank's own work in it; 1 if no rank waits. Default: 1.
+        work: Fraction of the computation of a micro-batch that one rank does, from 0 to 1. Default: 1.
+        layer_work: Fractions for single layers by path, used instead of `work`. They apply to all layers below the
+            path. Default: empty.
+        calls: Number of calls of each operator per micro-batch. A call on a part of the micro-batch is assumed to have
+            the same overhead. Default: 1.
+        waiting: Duration of a step divided by the time in which the rank computes. 1 if no rank waits. Default: 1.
         notes: Reasons why numbers are estimates. Default: ().
     """
 
@@ -193,7 +194,13 @@ class Footprint:
 
 
 def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
-    """Return the entry of the longest path in `shares` that contains the layer; `rest` if no path does."""
+    """Return the value of the longest path in `shares` that contains a layer.
+
+    Args:
+        path: Path of the layer.
+        shares: Values by path.
+        rest: Value for a layer that no path contains.
+    """
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         if (name := ".".join(parts[:end])) in shares:
@@ -202,9 +209,15 @@ def share_of(path: str, shares: Mapping[str, float], *, rest: float) -> float:
 
 
 def shard_parameters(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ranks: int, rank: int) -> dict[str, Held]:
-    """Return one rank's shard of each part, as FSDP2 splits them by rows.
+    """Return the shard of each part that one rank stores. FSDP2 splits parts by rows.
 
-    All ranks get an equal number of rows, padded in storage to the largest shard. A scalar counts as one row.
+    All ranks get an equal number of rows. Storage is padded to the largest shard. A scalar counts as one row.
+
+    Args:
+        held: Parts before sharding, by parameter name.
+        sizes: Sizes of the whole parameters, by name.
+        ranks: Number of ranks that share each part.
+        rank: Index of the rank among these ranks.
     """
     found = {}
     for name, one in held.items():
@@ -228,7 +241,7 @@ def gather_bytes(size: float, ranks: int) -> float:
 
 
 def merge_equal_places(places: Iterable[Place]) -> list[Place]:
-    """Merge places with equal contents."""
+    """Return places without duplicates. A merged place lists the ranks of all places with its contents."""
     found: list[Place] = []
     for place in places:
         index = next((at for at, one in enumerate(found) if replace(one, ranks=place.ranks) == place), None)

@@ -52,17 +52,20 @@ SHARD, CHECKPOINTING = "strategy.shard", "strategy.activation_checkpointing"
 class FSDP(Strategy):
     """Strategy that uses torch.distributed.fsdp.fully_shard (FSDP2). A step computes the same result as with DDP.
 
+    A unit is a module whose shards are gathered together before the module runs.
+
     Args:
         name: Name of the strategy. Default: fsdp.
-        shard: Units, which are the modules gathered one by one: `auto`, or patterns of names or types (see
-            exp.strategies.units). The rest of the network is one additional unit. Default: auto.
+        shard: Units of the network: `auto`, or patterns of names or types (see exp.strategies.units). The rest of the
+            network is one additional unit. Default: auto.
         reshard_after_forward: Whether gathered weights are freed after the forward and gathered again for the backward.
-            None frees all except those of the network's own unit, which the backward needs first. Default: None.
+            None keeps only the weights of the additional unit, because the backward needs them first. Default: None.
         activation_checkpointing: Patterns of modules whose activations are recomputed in the backward. Default: ().
-        cpu_offload: Keep shards, gradients and the optimizer step on the CPU in a run on GPUs. Default: False.
+        cpu_offload: Whether shards, gradients and the optimizer step are on the CPU in a run on GPUs. Default: False.
         param_dtype: Dtype of gathered weights. None uses the dtype of the shards. Default: None.
         reduce_dtype: Dtype in which gradients are summed. None uses param_dtype. Default: None.
-        sync_batchnorm: Compute BatchNorm statistics over the global batch instead of each rank's part. Default: False.
+        sync_batchnorm: Whether BatchNorm statistics are computed over the global batch instead of the rank's samples.
+            Default: False.
     """
 
     shards_parameters = True
@@ -89,7 +92,10 @@ class FSDP(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for a mesh dimension `shard`. A single rank needs a process group only if an option affects it."""
+        """Devices to use: all devices, over which the network is sharded.
+
+        A single rank gets a process group only if an option has an effect on one rank.
+        """
         options = (self.activation_checkpointing, self.cpu_offload, self.param_dtype, self.reduce_dtype)
         return Demand(rest="shard", group=any(options))
 
@@ -118,7 +124,10 @@ class FSDP(Strategy):
         return errors
 
     def footprint(self, load: Load) -> Footprint:
-        """Return equal shards for all ranks. Two units are gathered at the same time: the current and the next unit."""
+        """Return the equal shards of all ranks, and the buffers for gathered units.
+
+        Two units are in memory at the same time, because the next unit is gathered while the current unit runs.
+        """
         ranks = load.placement.data_ranks
         units = choose_units(load.network, self.shard, key=SHARD)
         gathered = unit_bytes(load, list(units), self.param_dtype)
@@ -172,7 +181,8 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        # In a second stage, the network is already sharded, and the end of the first stage has restored the classes.
+        # If a test follows the training, the network is already sharded, but the end of the training has restored the
+        # classes.
         self.join_statistics(network_of(self))
 
     def place_model(self) -> None:
@@ -187,7 +197,7 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
         )
         offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
         units = split_by_dtype(network, choose_units(network, options.shard, key=SHARD))
-        # fully_shard must be applied to inner units before outer ones.
+        # fully_shard must be applied to inner units before outer units.
         for unit in [*reversed(units.values()), network]:
             fully_shard(
                 unit,
@@ -210,12 +220,12 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
 
 
 def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[str, int]:
-    """Return the bytes of the unsharded weights of each unit, by name. The network's own unit has the name ''.
+    """Return the bytes of the unsharded weights of each unit, by name. The rest of the network is the unit ''.
 
     Args:
         load: Properties of the run.
         units: Names of the units.
-        dtype: Dtype to which the weights are cast. None uses their dtype.
+        dtype: Dtype to which the weights are cast. None uses the dtype of each weight.
     """
     found = dict.fromkeys(["", *units], 0)
     for name, one in load.sizes.items():
@@ -226,7 +236,7 @@ def unit_bytes(load: Load, units: Sequence[str], dtype: Dtype | None) -> dict[st
 def _tied_errors(network: nn.Module, units: Mapping[str, nn.Module]) -> list[ErrorDetails]:
     """Return an error for each weight that belongs to two units.
 
-    One unit would gather the weight while the other unit uses it.
+    Such a weight is not supported, because one unit would gather it while the other unit uses it.
     """
     expected = "one unit for all layers that share a weight"
     fix = "Remove the modules with this weight from strategy.shard"

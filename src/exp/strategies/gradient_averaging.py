@@ -1,7 +1,7 @@
-"""Averages of gradients over ranks in a few flat collectives, for runs without DistributedDataParallel.
+"""Averages of gradients over ranks in a few collectives, for runs without DistributedDataParallel.
 
-DistributedDataParallel expects one backward per forward. Phases with several backwards, and networks split over ranks,
-call `average_gradients` after the backward instead.
+DistributedDataParallel expects one backward per forward. Phases run several backwards, and some strategies split the
+network over ranks. In both cases, `average_gradients` is called after the backward instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
 
     Every rank of the group must call this function.
 
-    If only some ranks have a gradient, it counts as zeros on the other ranks, and these ranks get the mean, too. For a
-    DTensor, the local shard is averaged. Without a process group, or with one rank, the function does nothing.
+    If only some ranks have a gradient, the other ranks count as zeros. All ranks receive the mean. For a DTensor, the
+    local shard is averaged. Without a process group, or with one rank, the function does nothing.
 
     Args:
         parameters: Parameters in the same order on every rank. Parameters that require no gradient are skipped.
-        group: Process group. None means all ranks. Default: None.
+        group: Process group. None uses all ranks. Default: None.
 
     Raises:
         RunError: A gradient is sparse.
@@ -48,7 +48,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
     present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
     dist.all_reduce(present, group=group)
     missing = [place for place, parameter in enumerate(trained) if parameter.grad is None]
-    # Read only if this rank lacks a gradient, because reading waits for the device.
+    # The counts are copied from the device only if this rank lacks a gradient, because the copy waits for the device.
     counts = present.tolist() if missing else []
     for place in missing:
         if counts[place]:
@@ -63,14 +63,15 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
 
     Args:
         tensors: Tensors of the same shapes in the same order on every rank.
-        group: Process group. None means all ranks. Default: None.
+        group: Process group. None uses all ranks. Default: None.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     sent = []
     for bucket in _buckets(tensors):
         pieces = [local_part(tensor) for tensor in bucket]
-        # Divided before the sum, as in DistributedDataParallel, because float16 then overflows less.
+        # The tensors are divided before the sum, as in DistributedDataParallel, because float16 then overflows less
+        # often.
         flat = torch.cat([piece.reshape(-1) for piece in pieces]).div_(dist.get_world_size(group))
         sent.append((pieces, flat, dist.all_reduce(flat, group=group, async_op=True)))
     # All collectives are started before the first wait.
@@ -83,15 +84,15 @@ def average_tensors(tensors: Sequence[Tensor], *, group: dist.ProcessGroup | Non
 def broadcast_buffers(
     module: nn.Module, *, group: dist.ProcessGroup | None = None, are_saved_only: bool = False
 ) -> None:
-    """Copy the buffers of a process group's first rank to all its ranks, in place.
+    """Copy the buffers of a process group's first rank to the other ranks of the group, in place.
 
     Every rank of the group must call this function.
 
     Args:
         module: The module.
-        group: Process group. None means all ranks. Default: None.
-        are_saved_only: Whether to skip buffers that are not in the state dict, because their shapes may differ between
-            ranks. Default: False.
+        group: Process group. None uses all ranks. Default: None.
+        are_saved_only: Whether to skip buffers that are not in the state dict. The shapes of these buffers may differ
+            between ranks. Default: False.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -117,9 +118,9 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> No
 
 
 def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Yield lists of tensors with the same dtype and device, in the same order on every rank.
+    """Yield lists of tensors with the same dtype and device. The lists are the same on every rank.
 
-    A list has at most BUCKET_BYTES, or a single tensor.
+    A list has at most BUCKET_BYTES bytes. A larger tensor is alone in its list.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[T], int]] = {}
     for tensor in tensors:

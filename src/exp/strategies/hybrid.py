@@ -1,4 +1,4 @@
-"""Strategy for a mesh of ranks: groups of ranks that split one model, and copies or shards of these groups."""
+"""Strategy in which groups of ranks split one model, and the groups have copies or shards of the model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Hybrid(Strategy):
         tensor: Number of neighboring ranks that split each layer. Default: 1.
         pipeline: Number of neighboring ranks that have different layers. Either `tensor` or `pipeline` must be above 1.
             Default: 1.
-        data: `average` averages gradients over the groups of ranks, like DDP. `shard` shards the parts over the groups,
-            like FSDP; it requires `tensor`. Default: average.
+        data: Use of several groups of ranks. `average` gives each group a copy and averages gradients, like DDP.
+            `shard` shards each rank's part of the model over the groups, like FSDP, and requires `tensor`. Default:
+            average.
         plan: See exp.strategies.tensor_parallel. Default: auto.
         divide: See exp.strategies.tensor_parallel. Default: auto.
         schedule: See exp.strategies.pipeline. Default: 1f1b.
@@ -37,7 +38,8 @@ class Hybrid(Strategy):
         layers: See exp.strategies.pipeline. Default: None.
 
     Raises:
-        ConfigError: The dimensions contradict each other, or an option has no effect with these dimensions.
+        ConfigError: `tensor`, `pipeline` and `data` contradict each other, or an option has no effect with their
+            values.
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class Hybrid(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for groups of neighboring ranks that split one model. A machine without a GPU starts two groups."""
+        """Devices to use: groups of neighboring ranks that split one model.
+
+        A machine without a GPU starts two groups.
+        """
         return Demand(
             dimensions=self.dimensions,
             rest="shard" if self.shards_parameters else "replicate",
@@ -81,7 +86,7 @@ class Hybrid(Strategy):
         )
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of tensor or pipeline parallel, and of parameters that cannot be sharded."""
+        """Return the errors of tensor parallel or pipeline parallel, and of parameters that cannot be sharded."""
         scalars = scalar_errors(planned.network) if self.shards_parameters else []
         return [*scalars, *self.axis.errors(planned)]
 

@@ -39,15 +39,18 @@ class ModelParallel(WholeState):
     """Base class of strategies that split a network over ranks.
 
     A subclass implements `place_model`. If its parts are not DTensors, it also implements `gather`, `part` and
-    `copies_in_model`. If `holds_every_name` is False, the optimizers are created for the whole network and then keep
-    only this rank's parameters. Thus their groups and the indices in a checkpoint equal those of a run with one
+    `copies_in_model`.
+
+    If `holds_every_name` is False, optimizers are created for the whole network. Afterwards, parameters of other ranks
+    are removed. The optimizers' groups, and the indices in a checkpoint, therefore equal those of a run with one
     process.
 
     Attributes:
-        is_placed: True if the network is split.
-        is_last_backward: True if an optimizer step follows the current backward, instead of another accumulated batch.
-        data_group: Ranks with the same part of the model. Each of them processes a different part of the global batch.
-        model_group: Ranks that split one model. They process the same part of the global batch.
+        is_placed: Whether the network is split.
+        is_last_backward: Whether an optimizer step follows the current backward. False if another micro-batch is
+            accumulated first.
+        data_group: Ranks with the same part of the model. Each of them processes different samples of the global batch.
+        model_group: Ranks that split one model. They process the same samples of the global batch.
     """
 
     data_group: dist.ProcessGroup
@@ -64,11 +67,14 @@ class ModelParallel(WholeState):
         """Shard or split the network in place. Called once on every rank, with the same values on all ranks."""
 
     def copies(self, name: str, part: Tensor) -> int:
-        """Return the number of ranks that store a part of a tensor. A norm over all ranks counts the part once."""
+        """Return the number of ranks that store the same part of a tensor.
+
+        A norm over all ranks is divided by this number, so that the part counts once.
+        """
         in_model = self.copies_in_model(name)
         if not isinstance(part, DTensor):
             return in_model * self.placement.data_ranks
-        # The mesh of a DTensor contains the data ranks of this part of the model.
+        # The mesh of a DTensor contains the ranks that have this part of the model.
         sizes = [part.device_mesh.size(dim) for dim, place in enumerate(part.placements) if place.is_replicate()]
         return in_model * math.prod(sizes)
 
@@ -98,9 +104,9 @@ class ModelParallel(WholeState):
         return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:
-        """Place the model.
+        """Prepare the accelerator, the model and the optimizers.
 
-        In contrast to DDPStrategy, the module is not wrapped, and values of rank 0 are not broadcast.
+        Unlike in DDPStrategy, the module is not wrapped, and values of rank 0 are not broadcast.
         """
         assert self.accelerator is not None
         assert self.model is not None
@@ -121,8 +127,8 @@ class ModelParallel(WholeState):
             self.is_placed = True
             self._keep_what_is_left(before)
             self._share_metrics()
-        # Attached after the hooks of place_model. In a second stage attached again, because the first stage removed
-        # them.
+        # The precision's hooks are attached after the hooks of place_model. If a test follows the training, they are
+        # attached again, because the end of the training removed them.
         precision_of(self).attach(module_of(self))
         if fitting and self.holds_every_name:
             self.setup_optimizers(trainer)
@@ -149,7 +155,10 @@ class ModelParallel(WholeState):
                 group["params"] = [left[id(old)] for old in group["params"] if id(old) in left]
 
     def _share_metrics(self) -> None:
-        """Make metrics count over the data ranks only, because the ranks of one model process the same samples."""
+        """Make metrics aggregate only over ranks with different samples.
+
+        The ranks of one model process the same samples.
+        """
         for module in module_of(self).modules():
             if isinstance(module, Metric):
                 module.process_group = self.data_group
@@ -158,9 +167,9 @@ class ModelParallel(WholeState):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Return a context for the backward of accumulated batches.
+        """Return a context for the backward of an accumulated micro-batch.
 
-        Lightning enters it for each batch except the last one.
+        Lightning enters the context for each micro-batch of a step except the last.
         """
         self.is_last_backward = False
         try:
@@ -181,7 +190,7 @@ class ModelParallel(WholeState):
         return super().lightning_module_state_dict()
 
     def _agree_on_buffers(self) -> None:
-        """Copy the running statistics of the first data rank to all data ranks, for evaluation and checkpoints."""
+        """Copy the running statistics of one model to the other models, for evaluation and checkpoints."""
         broadcast_buffers(module_of(self), group=self.data_group, are_saved_only=True)
 
     # --- norms ---
@@ -189,7 +198,7 @@ class ModelParallel(WholeState):
     def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the 2-norms of whole tensors, 0-d, by name. Every rank must call this method.
 
-        The result contains the tensors of all ranks, including those that this rank has no part of.
+        The result contains the tensors of all ranks, even those without a part on this rank.
 
         Args:
             tensors: This rank's parts, such as gradients, by parameter name of the network.
@@ -198,24 +207,27 @@ class ModelParallel(WholeState):
         return {name: total[0].sqrt() for name, total in self._reduce(squares, dist.ReduceOp.SUM, width=1).items()}
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of counts over all parts. A part that several ranks store counts once. See Parts."""
+        """Return the sums of counts over all parts, as described in Parts.
+
+        A part that several ranks store counts once.
+        """
         once = {name: one.double() / self.copies(f"{NETWORK}{name}", tensors[name]) for name, one in found.items()}
-        # Rounded, because for example three thirds may not add up to an integer.
+        # The sums are rounded, because in floating point three thirds may not add up to one.
         return {name: total.round() for name, total in self._reduce(once, dist.ReduceOp.SUM).items()}
 
     def maxima(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the maxima over all parts. See Parts."""
+        """Return the maxima over all parts, as described in Parts."""
         return self._reduce(found, dist.ReduceOp.MAX)
 
     def _reduce(
         self, found: Mapping[str, Tensor], op: dist.ReduceOp.RedOpType, *, width: int | None = None
     ) -> dict[str, Tensor]:
-        """Return the sums or maxima over all ranks of the vectors that belong to each parameter.
+        """Return the elementwise sums or maxima over all ranks of one vector per parameter.
 
         Args:
-            found: Vectors of K numbers of this rank, by parameter name. Ranks of a pipeline have different parameters.
+            found: This rank's vectors of K numbers, by parameter name. Ranks of a pipeline have different parameters.
             op: Sum or maximum.
-            width: K. None determines K by a collective. Default: None.
+            width: The length K of the vectors. None determines K by a collective. Default: None.
 
         Returns:
             Vectors of K numbers by parameter name, for the parameters of all ranks.
@@ -237,7 +249,10 @@ class ModelParallel(WholeState):
         return {name: values[place] for name, place in places.items() if is_held[place]}
 
     def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the 2-norm over the gradients of all parameters, 0-d, float64. Every rank must call this method."""
+        """Return the 2-norm of the gradients of all parameters together, 0-d, float64.
+
+        Every rank must call this method.
+        """
         names = self._names()
         total = torch.zeros((), dtype=torch.float64, device=self.root_device)
         for parameter in parameters:
@@ -252,13 +267,13 @@ class ModelParallel(WholeState):
 
 
 def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the tensors of R ranks stacked in the order of the ranks, `[R, ...]`.
+    """Return one tensor per rank, stacked in the order of the R ranks, `[R, ...]`.
 
     Every rank of the group must call this function.
 
     Args:
         tensor: Tensor of this rank, `[...]`.
-        group: Process group. None means all ranks. A single process returns `[1, ...]`. Default: None.
+        group: Process group. None uses all ranks. Without torch.distributed, R is 1. Default: None.
     """
     if not dist.is_available() or not dist.is_initialized():
         return tensor[None]
@@ -269,5 +284,5 @@ def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> T
 
 
 def gather_data(tensor: Tensor, *, strategy: LightningStrategy) -> Tensor:
-    """Return the tensors of the ranks that share the global batch, stacked. Each model contributes one tensor."""
+    """Return one tensor per model, stacked. The models process different samples of the global batch."""
     return gather_ranks(tensor, group=strategy.data_group if isinstance(strategy, ModelParallel) else None)

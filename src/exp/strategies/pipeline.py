@@ -1,4 +1,4 @@
-"""Pipeline parallel strategy: ranks have consecutive layers, and compute micro-batches at the same time."""
+"""Pipeline parallel strategy: ranks have consecutive layers, and compute different micro-batches at the same time."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ ESTIMATE = (
 
 
 class Pipeline(Strategy):
-    """Strategy in which neighboring ranks form a pipeline, whose stages are parts of the network.
+    """Strategy in which neighboring ranks form a pipeline.
 
-    A run may have several pipelines.
+    The stages of a pipeline are consecutive parts of the network. A run may have several pipelines.
 
     Args:
         name: Name of the strategy. Default: pipeline.
         schedule: Key of SCHEDULES. Default: 1f1b.
-        stages: Number of parts of the network. None uses one per entry of `layers`; without `layers`, the number of
-            stages per rank that the schedule needs. Default: None.
-        microbatches: Number of micro-batches into which a rank's part of a batch is split. `auto` selects a number that
-            divides the part. Default: auto.
+        stages: Number of stages of each pipeline. None uses one stage per entry of `layers`. If `layers` is also None,
+            all ranks form one pipeline, and the schedule determines the number of stages per rank. Default: None.
+        microbatches: Number of micro-batches into which the samples of a rank are split. `auto` selects a number that
+            divides the samples evenly. Default: auto.
         layers: Name patterns of the layers of each stage, in the order of the forward. None splits the network into
             stages with similar parameter bytes. Default: None.
     """
@@ -107,7 +107,7 @@ class Pipeline(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for the ranks of one pipeline: all ranks if the number of stages is not set."""
+        """Devices to use: the ranks of one pipeline. If the number of stages is not set, these are all ranks."""
         if self.stages is None:
             return Demand(rest="pipeline")
         ranks = self.stages // self.stages_per_rank
@@ -124,7 +124,7 @@ class Pipeline(Strategy):
         )
 
     def owners(self, ranks: int) -> list[int]:
-        """Return for each stage the index of its rank within the pipeline."""
+        """Return the rank of each stage, as an index within the pipeline."""
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
@@ -136,7 +136,7 @@ class Pipeline(Strategy):
         return errors + split_errors(planned, count=ranks * self.stages_per_rank, layers=self.layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the stages of each rank, and the activations of micro-batches that are in memory at the same time."""
+        """Return the memory of each rank's stages and of the activations of the micro-batches in progress."""
         placement, ranks = load.placement, load.placement.model_ranks
         owners = self.owners(ranks)
         parts = split(load.network, count=len(owners), layers=self.layers, inputs=list(load.inputs))
@@ -144,7 +144,8 @@ class Pipeline(Strategy):
         places = []
         for rank in range(placement.world_size):
             own = [stage for stage, owner in enumerate(owners) if owner == rank % ranks]
-            # In 1F1B, a stage keeps the activations of as many micro-batches as stages follow it, plus one.
+            # In 1F1B, the last stage keeps the activations of one micro-batch. Each stage keeps those of one
+            # micro-batch more than the next stage.
             waiting = min(count, ranks - rank % ranks) if self.schedule_word == "1f1b" else count
             places.append(part_place(load, parts, own, ranks=(rank,), factor=waiting / max(count, 1)))
         edges = [carried_bytes(parts, stage, load) for stage in range(len(owners) - 1)]
@@ -187,7 +188,7 @@ class Pipeline(Strategy):
         if normed and (count > 1 or pipelines > 1):
             because = f"with {len(normed)} layers of batch normalization, such as {normed[0]}"
             fix = "Or use a model with layer or group normalization"
-            # Statistics over a part of the batch differ from those of the batch.
+            # Statistics over a micro-batch differ from statistics over the batch.
             if count > 1:
                 expected = "1, so that they normalize over the whole batch (strategy.schedule=gpipe supports 1)"
                 errors.append(invalid_value(MICROBATCHES, count, expected, fix, because=because))
@@ -212,7 +213,7 @@ def _option_errors(schedule: str, stages: int | None, layers: Layers | None) -> 
 
 
 def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> list[ErrorDetails]:
-    """Return the reasons why the network cannot be split into `count` parts; an empty list if it can."""
+    """Return the reasons why the network cannot be split into `count` parts. The list is empty if it can be split."""
     try:
         inputs = example_arguments(planned.network, DataSpec.of(planned.settings.data))
         split(planned.network, count=count, layers=layers, inputs=inputs)
@@ -222,20 +223,26 @@ def split_errors(planned: Blueprint, *, count: int, layers: Layers | None) -> li
 
 
 def carried_bytes(parts: Split, part: int, load: Load) -> int:
-    """Return the bytes of one rank's micro-batch that are passed from `part` to later parts."""
+    """Return the bytes that are passed from a part to later parts for one rank's micro-batch.
+
+    Args:
+        parts: Split of the network.
+        part: Index of the part.
+        load: Properties of the run.
+    """
     values = [parts.values[name] for name in parts.values_after(part)]
     stand_ins = max(len(load.inputs[0]) if load.inputs and load.inputs[0].dim() else 1, 1)
     return sum(tensor.nbytes for value in values for tensor in tensors_in(value)) * load.samples // stand_ins
 
 
 def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int, ...], factor: float = 1.0) -> Place:
-    """Return the contents of a device that has some parts of a network.
+    """Return the memory contents of a device that computes some parts of a network.
 
     Args:
         load: Properties of the run.
         parts: Split of the network.
         own: Indices of the parts on the device.
-        ranks: Ranks with these contents.
+        ranks: Ranks whose devices have these contents.
         factor: Fraction of a whole micro-batch's activations that are in memory at the same time. Default: 1.
     """
     everything, names = load.whole_parameters(), {name for part in own for name in parts.parts[part].tensors}
@@ -244,7 +251,7 @@ def part_place(load: Load, parts: Split, own: Sequence[int], *, ranks: tuple[int
     return Place(
         ranks=ranks,
         held={name: one for name, one in everything.items() if name in names},
-        # Activations of code between layers are divided equally among the parts.
+        # Activations of operations outside of layers are assumed to be equal in all parts.
         activations={**layers, OBJECTIVE: last},
         rest=factor * len(own) / len(parts.parts),
     )
@@ -254,12 +261,12 @@ class Pipelined(Protocol):
     """Interface of the training module of a pipelined run."""
 
     def pipeline_over(self, stages: Stages, *, split: Split, count: int) -> None:
-        """Use the stages of a split network.
+        """Make the module run its network in stages.
 
         Args:
             stages: Stages of this rank.
             split: Split of the network.
-            count: Number of micro-batches into which a rank's part of a batch is split.
+            count: Number of micro-batches into which the samples of a rank are split.
         """
 
 
@@ -314,7 +321,7 @@ class PipelineStrategy(ModelParallel):
 
 
 def keep_only(network: nn.Module, names: set[str]) -> None:
-    """Set all parameters and buffers to None except those named in `names`. The layers remain in the network."""
+    """Set all parameters and buffers to None except those in `names`. The network still contains all its layers."""
     for path, module in network.named_modules():
         prefix = f"{path}." if path else ""
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -1,14 +1,14 @@
 """Stages of one rank of a pipeline, and the functions that run micro-batches through the stages.
 
-Training uses one schedule of torch.distributed.pipelining per shape of micro-batches, because its buffers have fixed
-sizes. Evaluation runs the forward of a whole batch stage by stage.
+In training, a schedule of torch.distributed.pipelining runs the micro-batches. Each shape of micro-batches needs a
+schedule, because the schedule's buffers have fixed sizes. Evaluation runs the forward of a whole batch stage by stage.
 
-Every rank of a pipeline loads the batch, so the batch is not sent. torch passes the number of a micro-batch to each
-stage, which looks up the inputs. Values that later stages need are sent.
+Every rank of a pipeline loads the batch, so that the batch is not sent between ranks. torch passes the number of a
+micro-batch to each stage, and the stage selects its inputs by this number. Values that later stages need are sent.
 
 Tested property of torch 2.13: before the first micro-batch, a new schedule runs one forward of each stage and one call
-of the loss. It infers the shapes of the sent tensors from them (`PipelineStage` in dynamic mode). These calls change no
-state in this module.
+of the loss. From these calls, torch infers the shapes of the tensors to send (`PipelineStage` in dynamic mode). This
+module makes sure that these calls change no state.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Inputs = Mapping[str, object]
 Context = Callable[[], AbstractContextManager[object]]
 Shape = tuple[object, ...]
 CPU = torch.device("cpu")
-# Marks the place of a tensor in the structure of the network's output.
+# Placeholder for a tensor in the structure of the network's output.
 TENSOR = torch.empty(0, device="meta")
 # Maximum number of schedules that are kept in memory with their buffers.
 KEPT = 8
-# Wanted number of micro-batches per rank. According to the GPipe paper, the idle time is small for 4 or more (Huang
-# 2019, section 2.3).
+# Number of micro-batches per rank that `auto` selects if possible. According to the GPipe paper, the idle time is small
+# for 4 or more (Huang 2019, section 2.3).
 WISH = 4
 
 
 class Stage:
-    """Function of one part of the network, from tensors of earlier stages to tensors for later stages.
+    """A part of the network as a function from tensors of earlier stages to tensors for later stages.
 
     Args:
         network: The network.
@@ -60,7 +60,7 @@ class Stage:
         self.takes = split.values_after(index - 1) if index else ()
         self.gives = split.values_after(index)
         self.is_last = index == len(split.parts) - 1
-        # Structure of the network's output; known after the first forward.
+        # Structure of the network's output. The first forward sets this attribute.
         self.output: object = None
         own = set(self.part.tensors)
         self.parameters = [parameter for name, parameter in network.named_parameters() if name in own]
@@ -76,22 +76,23 @@ class Stage:
         if self.is_last:
             self.output = map_tensors(result, lambda _: TENSOR)
             return tuple(tensors_in(result))
-        # If this stage also uses a value that it passes on, autograd needs a separate tensor for the passed value.
+        # A stage may both use a value and pass it on. In this case, autograd needs a separate tensor for the later
+        # stages.
         values = map_tensors(values, lambda tensor: tensor.view_as(tensor))
         values.update(zip(self.part.gives, result, strict=True))
         return tuple(tensor.contiguous() for name in self.gives for tensor in tensors_in(values[name]))
 
     def whole_output(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the network's output, rebuilt from its tensors."""
+        """Return the network's output, given the tensors in it."""
         return _fill(self.output, iter(tensors))
 
 
 class Stages:
-    """Stages of one rank of a pipeline.
+    """The stages of one rank of a pipeline.
 
     Args:
         stages: Stages of this rank, in order.
-        owner: For each stage of the pipeline, the index of its rank in the group.
+        owner: Index in the group of the rank that runs each stage, for all stages of the pipeline.
         group: Process group of the pipeline.
         device: Device of this rank.
         schedule: Name of the schedule in torch, such as 1F1B.
@@ -112,9 +113,12 @@ class Stages:
         self._schedules: dict[Shape, _Scheduled] = {}
 
     def broadcast_output(self, value: Data) -> Data:
-        """Return the value of the rank that has the network's output.
+        """Return the value from the rank of the last stage on all ranks of the pipeline.
 
         Every rank of the pipeline must call this method.
+
+        Args:
+            value: Value to send. Only the value on the rank of the last stage is used.
         """
         found = [value]
         source = dist.get_global_rank(self.group, self.owner[-1])
@@ -130,7 +134,7 @@ class Stages:
                 result.
 
         Returns:
-            Additional results of all micro-batches on the rank with the network's output; an empty list on other ranks.
+            Additional results of all micro-batches, on the rank of the last stage. An empty list on other ranks.
         """
         key = (len(inputs), _shapes(inputs[0]))
         scheduled = self._schedules.pop(key, None) or _Scheduled(self, len(inputs))
@@ -140,9 +144,9 @@ class Stages:
         return scheduled.step(inputs, loss)
 
     def evaluate(self, inputs: Inputs) -> Any:
-        """Return the network's output for a whole batch on the rank with the last stage; None on other ranks.
+        """Return the network's output for a whole batch on the rank of the last stage. Return None on other ranks.
 
-        The stages run in sequence. A rank that has sent its output may start the next batch.
+        The stages run in sequence. After a rank has sent its tensors to the next rank, it may start the next batch.
         """
         place = dist.get_rank(self.group)
         tensors: tuple[Tensor, ...] = ()
@@ -155,13 +159,13 @@ class Stages:
             tensors = stage.run(tensors, inputs)
             if not stage.is_last and (target := self.owner[stage.index + 1]) != place:
                 target = dist.get_global_rank(self.group, target)
-                # Sent from the CPU, because a pickled tensor contains the device of its rank.
+                # The tensors are sent from the CPU, because a pickled tensor contains the device of its rank.
                 dist.send_object_list([move_tensors(tensors, CPU)], dst=target, group=self.group, device=self.device)
         return self.stages[-1].whole_output(tensors) if self.has_output else None
 
 
 class _Scheduled:
-    """Schedule of torch for micro-batches of one shape."""
+    """A torch schedule for micro-batches of one shape."""
 
     def __init__(self, stages: Stages, count: int) -> None:
         self.count = count
@@ -187,7 +191,8 @@ class _Scheduled:
             self.schedule.step(number=numbers, target=numbers if last else None, return_outputs=False)
         finally:
             self.inputs, self.loss = (), None
-        # Stored by number, so that the first micro-batch overwrites the result of torch's shape inference.
+        # The results are stored by number, so that the first micro-batch overwrites the result of torch's shape
+        # inference.
         return [cast(Note, self.notes[number]) for number in sorted(self.notes)]
 
     def _loss(self, output: Tensor | tuple[Tensor, ...], number: Tensor) -> Tensor:
@@ -210,7 +215,7 @@ class _StageModule(nn.Module):
         self._is_inferring = True
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stage. They must be listed because the network is not a submodule."""
+        """Yield the parameters of the stage. torch needs this method because the network is not a submodule."""
         return iter(self.stage.parameters)
 
     def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
@@ -221,8 +226,8 @@ class _StageModule(nn.Module):
         if not self._is_inferring:
             return self.stage.run(received, inputs)
         self._is_inferring = False
-        # torch infers the shapes. Running statistics must not count these samples twice, so copies of the buffers are
-        # updated.
+        # torch infers the shapes in this call. Copies of the buffers are updated, because running statistics must not
+        # count the samples twice.
         network, names = self.stage.network, self.stage.buffers
         before = {name: network.get_buffer(name) for name in names}
         set_buffers(network, {name: buffer.clone() for name, buffer in before.items()})
@@ -233,7 +238,7 @@ class _StageModule(nn.Module):
 
 
 def set_buffers(network: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Replace buffers, given by their full names."""
+    """Replace buffers of a network. The mapping contains the new buffers by their full names."""
     for name, buffer in buffers.items():
         owner, _, own = name.rpartition(".")
         setattr(network.get_submodule(owner), own, buffer)
@@ -245,11 +250,11 @@ def _shapes(inputs: Inputs) -> Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Generic[Data]):
-    """Micro-batch of a rank's batch. All micro-batches have the same length, because a schedule requires it.
+    """A micro-batch of a rank's batch. All micro-batches have the same length, because a schedule requires it.
 
     Attributes:
         data: Slice of the batch's data.
-        size: Number of actual samples. The remaining samples repeat the last sample.
+        size: Number of samples of the batch in the slice. The other samples in the slice repeat the last sample.
     """
 
     data: Data
@@ -259,14 +264,14 @@ class MicroBatch(Generic[Data]):
 def count_micro_batches(
     wish: int | Literal["auto"], *, batch_size: int, ranks: int, least: int, multiple_of: int
 ) -> int:
-    """Return the number of micro-batches into which a rank's `batch_size` samples are split.
+    """Return the number of micro-batches into which the samples of a rank are split.
 
     Args:
-        wish: Number of micro-batches. `auto` selects the largest number that divides the samples, up to 4 per rank of
-            the pipeline.
+        wish: Number of micro-batches. `auto` selects the largest number that divides the samples evenly, up to 4 per
+            rank of the pipeline.
         batch_size: Number of samples of the rank.
         ranks: Number of ranks of the pipeline.
-        least: Smallest number that the schedule supports.
+        least: Smallest number of micro-batches that the schedule supports.
         multiple_of: Number by which the result must be divisible.
     """
     if wish != "auto":
@@ -278,9 +283,12 @@ def count_micro_batches(
 
 
 def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch[Data]]:
-    """Return `size` samples split into `count` micro-batches of equal length.
+    """Split the samples of a rank into micro-batches of equal length. The last ones may repeat the last sample.
 
-    The last ones may repeat the last sample.
+    Args:
+        data: The samples.
+        size: Number of samples.
+        count: Number of micro-batches.
     """
     each = -(-size // count)
     found = []
@@ -292,12 +300,12 @@ def split_micro_batches(data: Data, *, size: int, count: int) -> list[MicroBatch
 
 
 def keep_samples(output: Data, size: int) -> Data:
-    """Return the first `size` samples of an output."""
+    """Return an output without the repeated samples, which follow the first `size` samples."""
     return map_tensors(output, lambda tensor: tensor[:size] if tensor.dim() else tensor)
 
 
 def _fill(kind: object, tensors: Iterator[Tensor]) -> Any:
-    """Return a value with the structure of `kind`, whose tensors are taken from `tensors` in order."""
+    """Return a value with the structure of `kind`. Its tensors are replaced by `tensors` in order."""
     return map_tensors(kind, lambda _: next(tensors))
 
 

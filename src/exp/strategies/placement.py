@@ -1,13 +1,12 @@
 """Placement of a run: its number of ranks, their devices and their backend.
 
-placement(strategy, devices=..., nodes=..., accelerator=..., demand=...)      before the launch, for the check
-adopt_placement(rank, strategy, devices=..., ...)                             on a rank, given the ranks that were
-started
+placement(strategy, devices=..., nodes=..., accelerator=..., demand=...)      for the check, before ranks are started
+adopt_placement(rank, strategy, devices=..., ...)                             in a process that a launcher has started
 
-A strategy fixes some Dimensions and names the dimension that takes the remaining devices. For example, `hybrid` with
-tensor=2 on 8 devices has replicate=4 and tensor=2.
+A strategy fixes some sizes in Dimensions and names one dimension that takes the remaining devices. For example,
+`hybrid` with tensor=2 on 8 devices has replicate=4 and tensor=2.
 
-Ranks that split one model (tensor or pipeline parallel) are neighbors and process the same part of a batch. With
+Ranks that split one model (tensor or pipeline parallel) are neighbors and process the same samples of a batch. With
 tensor=2, ranks 0 and 1 process the first part, and ranks 2 and 3 the second part.
 """
 
@@ -23,9 +22,10 @@ from exp.strategies.rank import Rank
 
 # Default number of CPU ranks. Two are enough to try DDP on a laptop; more would compete for its cores.
 CPU_RANKS = 2
-# CPU ranks per core, only to test a strategy. Each rank is a process of half a gigabyte.
+# Maximum number of CPU ranks per core. So many ranks are useful only to test a strategy. Each rank is a process of half
+# a gigabyte.
 RANKS_OF_A_CORE = 4
-# Number of CPU ranks that is allowed on any machine.
+# Number of CPU ranks that is always allowed, even on a machine with few cores.
 CPU_RANKS_AT_LEAST = 16
 
 Accelerator = Literal["cpu", "cuda", "mps"]
@@ -54,12 +54,14 @@ class Dimensions:
     """Sizes of a run's placement. The number of ranks is replicate x shard x tensor x pipeline.
 
     Attributes:
-        replicate: Number of ranks, or groups of ranks, that have the same weights and share the batch. Default: 1.
-        shard: Number of ranks, or groups of ranks, that store shards of the same weights and share the batch. Default:
-            1.
-        tensor: Number of ranks that split each layer and process the same part of the batch. Default: 1.
-        pipeline: Number of ranks that have different layers and process the same part of the batch. Default: 1.
-        layers: Number of devices per rank, over which the rank splits its layers or runs replicas. Default: 1.
+        replicate: Number of ranks, or groups of ranks, that have the same weights and process different samples.
+            Default: 1.
+        shard: Number of ranks, or groups of ranks, that store shards of the same weights and process different samples.
+            Default: 1.
+        tensor: Number of ranks that split each layer and process the same samples. Default: 1.
+        pipeline: Number of ranks that have different layers and process the same samples. Default: 1.
+        layers: Number of devices per rank. The rank splits its layers over the devices, or runs replicas on them.
+            Default: 1.
     """
 
     replicate: int = 1
@@ -74,22 +76,22 @@ class Dimensions:
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts into which each global batch is split."""
+        """Number of equal parts into which the samples of each global batch are split."""
         return self.replicate * self.shard
 
     @property
     def model_ranks(self) -> int:
-        """Number of neighboring ranks that split one model and process the same part of a batch."""
+        """Number of neighboring ranks that split one model and process the same samples of a batch."""
         return self.tensor * self.pipeline
 
     def models(self) -> list[list[int]]:
-        """Return the ranks of each model. The ranks of a model process the same part of a batch."""
+        """Return the ranks of each model. The ranks of a model process the same samples of a batch."""
         return [list(range(first, first + self.model_ranks)) for first in range(0, self.world_size, self.model_ranks)]
 
     def peers(self) -> list[list[int]]:
-        """Return the groups of ranks that have the same position in their models.
+        """Return the groups of ranks that have the same part of the model.
 
-        They process different parts of a batch.
+        The ranks of a group process different samples of a batch.
         """
         return [list(ranks) for ranks in zip(*self.models(), strict=True)]
 
@@ -102,12 +104,12 @@ class Demand:
     """Devices that a strategy needs.
 
     Attributes:
-        dimensions: Sizes that the strategy fixes; the other sizes are 1.
-        rest: Dimension that takes the remaining devices. None means that further devices are not supported. Default:
+        dimensions: Sizes that the strategy fixes. The other sizes are 1.
+        rest: Dimension that takes the remaining devices. None: the strategy does not support more devices. Default:
             replicate.
         cpu_devices: Number of devices for `launch.devices: auto` on a machine without a GPU. Default: 2.
-        group: Whether a single rank needs a process group. Default: False.
-        adapts: Whether the strategy is `single` or `ddp`, depending on the machine. Default: False.
+        group: Whether a run with a single rank needs a process group. Default: False.
+        adapts: Whether the strategy becomes `single` or `ddp`, depending on the number of devices. Default: False.
     """
 
     dimensions: Dimensions = Dimensions()
@@ -126,9 +128,9 @@ class Placement(Dimensions):
     """Dimensions and devices of a run.
 
     Attributes:
-        strategy: Name of the strategy in the config, with "single" or "ddp" instead of `auto`. For messages.
+        strategy: Name of the strategy in the config, for messages. `auto` is replaced by "single" or "ddp".
         accelerator: Type of the devices.
-        backend: "gloo" or "nccl"; None without a process group.
+        backend: "gloo" or "nccl". None: the run has no process group.
         nodes: Number of nodes.
         device_indices: Indices of the GPUs on each node, in the order of the local ranks. Empty on CPU and MPS.
     """
@@ -148,11 +150,14 @@ class Placement(Dimensions):
         return global_rank // self.model_ranks
 
     def device(self, local_rank: int) -> str:
-        """Return torch's name of a local rank's first device, such as "cuda:1"."""
+        """Return the name in torch of a local rank's first device, such as "cuda:1"."""
         return self.devices(local_rank)[0] if self.accelerator == "cuda" else self.accelerator
 
     def devices(self, local_rank: int) -> tuple[str, ...]:
-        """Return torch's names of all devices of a local rank. On a CPU, "cpu:0" and "cpu:1" are the same device."""
+        """Return the names in torch of all devices of a local rank.
+
+        A CPU rank with two devices has the names "cpu:0" and "cpu:1", but torch uses the same CPU for both.
+        """
         indices: Sequence[int] = range(self.layers)
         if self.accelerator == "cuda":
             indices = self.device_indices[local_rank * self.layers : (local_rank + 1) * self.layers]
@@ -179,7 +184,7 @@ def placement(
     demand: Demand = DEFAULT_DEMAND,
     machine: Machine | None = None,
 ) -> Placement:
-    """Return the placement of a run. The values have the types that exp.config.settings declares for `launch`.
+    """Return the placement of a run. Parameters with the names of `launch` keys have the types in exp.config.settings.
 
     Args:
         strategy: `strategy.name` of the config, for messages.
@@ -189,10 +194,10 @@ def placement(
         accelerator: `cpu`, `cuda`, `mps` or `auto`. Default: auto.
         backend: Backend of the process group. `auto` uses NCCL between GPUs, and gloo between CPU ranks. Default: auto.
         demand: Devices that the strategy needs. Default: one rank per device, with a copy of the network.
-        machine: Devices of the machine. None detects them by torch. Default: None.
+        machine: Devices of the machine. None asks torch for the devices. Default: None.
 
     Raises:
-        ConfigError: All errors of these keys.
+        ConfigError: The values are not supported. The exception has all errors.
     """
     machine = machine or this_machine()
     chosen = _accelerator(demand, devices, accelerator, machine)
@@ -224,19 +229,19 @@ def adopt_placement(
 ) -> Placement:
     """Return the placement of a rank that a launcher has already started.
 
-    `devices: auto` and `nodes: 1` accept any number, so that the config need not repeat the numbers of torchrun or
-    SLURM.
+    `devices: auto` and `nodes: 1` accept any number of started ranks. The config therefore need not repeat the numbers
+    that torchrun or SLURM received.
 
     Args:
         rank: Rank of this process.
         strategy: `strategy.name` of the config, for messages.
         devices: Devices per node. Default: auto.
         nodes: Number of nodes. Default: 1.
-        demand: Devices that the strategy needs.
+        demand: Devices that the strategy needs. Default: one rank per device, with a copy of the network.
         where: Other parameters of `placement`.
 
     Raises:
-        ConfigError: The config requires other numbers than the launcher started.
+        ConfigError: The launcher started other numbers of ranks or nodes than the config requires.
     """
     if demand.rest == "layers":
         if rank.world_size > 1:
@@ -256,7 +261,7 @@ def adopt_placement(
             expected = f"the ranks that were started: {started} on each of {rank.nodes} nodes"
             fix = f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1"
             raise config_error(f"launch.{name}", got=value, expected=expected, fix=fix)
-        # Lists keep their indices. `auto` becomes the number of ranks that were started.
+        # A list of device indices does not change. `auto` becomes the number of devices of the started ranks.
         devices = started * each if devices == "auto" or rank.is_confined else devices
         nodes = rank.nodes
     return placement(strategy, devices=devices, nodes=nodes, demand=demand, **where)
@@ -289,7 +294,8 @@ def _count(devices: Devices, accelerator: Accelerator, machine: Machine, demand:
 def _dimensions(strategy: str, demand: Demand, *, count: int, nodes: int) -> Dimensions:
     """Return the dimensions of a run.
 
-    Raise ConfigError if the number of devices is not divisible by a fixed dimension.
+    Raises:
+        ConfigError: The number of devices is not divisible by the sizes that the strategy fixes.
     """
     fixed = demand.dimensions
     if demand.rest == "layers":

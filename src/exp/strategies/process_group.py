@@ -1,7 +1,7 @@
-"""Process group of a run, created before Lightning, so that Lightning uses it and opens no port.
+"""Process group of a run. exp creates the group before Lightning, so that Lightning uses this group and opens no port.
 
 On a single machine, the store of the group is a file in the run directory, and its sockets use loopback. Other machines
-cannot connect. Under torchrun and SLURM, the ranks meet at the given address.
+cannot connect. Under torchrun and SLURM, the ranks connect to an address in the environment variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def join(
     *,
     timeout_seconds: float,
 ) -> None:
-    """Create the process group of a run with several ranks, or with one rank if the strategy needs a group.
+    """Create the process group of a run. A run with one rank gets a group only if the strategy needs one.
 
     Args:
         rank: Rank of this process.
@@ -55,16 +55,16 @@ def join(
 
 
 def global_rank() -> int:
-    """Return the global rank of this process; 0 without a process group."""
+    """Return the global rank of this process. Return 0 if there is no process group."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def meet() -> None:
-    """Wait for all ranks, so that no rank exits while other ranks still communicate with it."""
+    """Wait until all ranks call this function, so that no rank exits while other ranks still communicate with it."""
     if "torch.distributed" not in sys.modules:
-        return  # without torch, there is no process group; importing torch takes a second
+        return  # importing torch takes a second, and there is no process group if torch is not imported
     import torch.distributed
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -76,9 +76,9 @@ def meet() -> None:
 
 
 def _set_rendezvous_address() -> None:
-    """Set the address of the process group under SLURM, which provides only the names of the nodes.
+    """Set the address of the process group under SLURM. SLURM's variables contain only the names of the nodes.
 
-    The address is the first node, and a port computed from the job's number.
+    The address is the name of the first node, and a port that is computed from the job's number.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return

@@ -1,6 +1,6 @@
-"""Rank of this process, read from the environment variables of its launcher.
+"""Rank of this process, read from the environment variables of the launcher that started it.
 
-Only exp.worker reads these variables. In other processes they may belong to another job.
+Only exp.worker reads these variables, because in other processes they may belong to another job.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from exp.errors import RunError
 
-# Path of the process group's FileStore, set by exp's launcher next to torchrun's variables.
+# Environment variable with the path of the process group's FileStore. Only exp's launcher sets this variable.
 STORE = "EXP_STORE"
 
 
@@ -25,9 +25,10 @@ class Rank:
         world_size: Number of ranks over all nodes.
         local_world_size: Number of ranks on this node.
         node_rank: Number of this node, counted from 0. Default: 0.
-        store: File of the process group's FileStore. None means that ranks meet by env://. Default: None.
-        is_confined: Whether this rank is one of several on its node but sees only its assigned devices, as with SLURM's
-            --gpus-per-task. Such a rank counts as a node with one rank. Default: False.
+        store: File of the process group's FileStore. None: the ranks connect by the method env:// of torch. Default:
+            None.
+        is_confined: Whether this rank sees only its assigned devices, although its node has other ranks. SLURM's
+            --gpus-per-task has this effect. Such a rank counts as a node with one rank. Default: False.
     """
 
     global_rank: int
@@ -44,7 +45,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """True for the rank that writes reports and shows progress."""
+        """Whether this rank writes reports and shows progress."""
         return self.global_rank == 0
 
 
@@ -52,7 +53,7 @@ ALONE = Rank(global_rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank that exp's launcher, torchrun or SLURM assigned to this process; ALONE without a launcher.
+    """Return the rank that exp's launcher, torchrun or SLURM assigned to this process. Return ALONE without a launcher.
 
     Variables of torchrun have priority, because torchrun may run inside a SLURM job.
 
@@ -87,7 +88,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rank:
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    # A shell inside an allocation has the same variables, but is not a task.
+    # An interactive shell inside a SLURM allocation has the same variables, but is not a task.
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     return "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and not interactive
 
@@ -95,7 +96,7 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 def _slurm(environment: Mapping[str, str]) -> Rank:
     world_size, global_rank = _number(environment, "SLURM_NTASKS"), _number(environment, "SLURM_PROCID")
     local_world_size = max(1, world_size // max(1, _number(environment, "SLURM_NNODES", default=1)))
-    # A task with --gpus-per-task sees fewer GPUs than its node has tasks. Its first GPU is cuda:0.
+    # With --gpus-per-task, a task may see fewer GPUs than its node has tasks. The first GPU of the task is then cuda:0.
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     is_confined = bool(visible) and len(visible.split(",")) < local_world_size
     return Rank(

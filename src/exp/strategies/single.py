@@ -18,9 +18,9 @@ class Single(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for a single device."""
+        """Devices to use: a single device."""
         return Demand(rest=None)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Raise RunError, because this method is called only for several ranks, which `single` does not support."""
+        """Raise RunError. This method is called only for several ranks, which `single` does not support."""
         raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")

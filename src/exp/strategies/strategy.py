@@ -1,7 +1,7 @@
 """Base class of strategies, and functions that derive the Trainer's arguments from a strategy.
 
-To add a strategy, write a subclass of Strategy whose options are keyword parameters, and a YAML file in conf/strategy.
-The `_target_` may also be one of Lightning's strategies.
+To add a strategy, write a subclass of Strategy and a YAML file in conf/strategy. The keyword parameters of the subclass
+are the options in the YAML file. The `_target_` may also be one of Lightning's strategies.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Description of a planned run, which strategies and hooks check for unsupported properties.
+    """Description of a planned run. Strategies and hooks check it for properties that they do not support.
 
     Attributes:
-        network: Network on the meta device, with all sizes.
+        network: Network on the meta device. All shapes are known.
         placement: Placement of the run.
         batch_size: Number of samples of the global batch, B.
         precision: `precision.word` of the config.
         settings: Settings of the run.
         needs: Needs of the objective: keys of NEEDS in objectives/term.py. Default: none.
-        weighed: Names of terms that divide by the weights of their targets instead of the number of samples. Default:
-            none.
+        weighed: Names of objective terms that divide by the weights of their targets instead of the number of samples.
+            Default: none.
         traits: Traits of the strategy: names in TRAITS. Default: none.
-        trace: Trace of a forward on a batch of the data's shape. None if an operator cannot run on the meta device.
+        trace: Trace of a forward on a batch of the data's shape. None: an operator cannot run on the meta device.
             Default: None.
-        build: Function that returns the network with values on the CPU. None if a user's LightningModule creates it.
-            Default: None.
+        build: Function that returns the network with values on the CPU. None: a user's LightningModule creates the
+            network. Default: None.
         meets: Needs that the strategy supports although the network is split. Default: none.
         callbacks: Classes of the callbacks by name. Default: none.
         optimizers: Classes of the optimizers. Default: none.
@@ -79,11 +79,11 @@ class Blueprint:
 
     @property
     def calls(self) -> Mapping[str, Sequence[Call]]:
-        """Calls of each module in the traced forward, by module path; empty without a trace."""
+        """Calls of each module in the traced forward, by module path. Empty if the run has no trace."""
         return {} if self.trace is None else self.trace.by_path()
 
 
-# Attributes of Strategy that the compatibility table uses.
+# Attributes of Strategy that the compatibility table reads.
 TRAITS = (
     "splits_batch", "shards_parameters", "splits_tensors", "splits_layers", "splits_devices",
     "replicates_in_threads", "schedules_step", "steps_once", "owns_step",
@@ -92,12 +92,12 @@ TRAITS = (
 
 @runtime_checkable
 class WrapsModule(Protocol):
-    """Protocol of Lightning strategies that call the module through DistributedDataParallel.
+    """Interface of Lightning strategies that call the module through DistributedDataParallel.
 
     Attributes:
-        is_plain: True if a step only calls DistributedDataParallel.
-        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward; with phases,
-            before each step.
+        is_plain: Whether a step only calls DistributedDataParallel.
+        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward. In a run with
+            phases, they are copied before each step.
     """
 
     broadcasts_buffers: bool
@@ -109,21 +109,22 @@ class WrapsModule(Protocol):
 class Strategy(ABC):
     """Base class of strategies.
 
-    A strategy places a run, and declares its effects on the network, the batch and the step.
+    A strategy places a run on devices, and declares its effects on the network, the batch and the step.
 
-    The check derives what a strategy supports from these attributes, never from its name, which is only reported. The
-    defaults are those of DDP. An attribute that depends on an option is set in `__init__`.
+    The check reads the attributes below to find what a strategy supports. It never reads the name, which is only for
+    messages. The defaults are those of DDP. If the value of an attribute depends on an option, `__init__` sets it.
 
     Attributes:
-        splits_batch: True if ranks or replicas share each batch. Their number is `placement.data_ranks`.
-        shards_parameters: True if a rank stores shards of weights, and gathers them for computation.
-        splits_tensors: True if a rank computes parts of single layers.
-        splits_layers: True if ranks have different layers.
-        splits_devices: True if the devices of one process have different layers.
-        replicates_in_threads: True if replicas of the network run in threads of one process.
-        schedules_step: True if a schedule runs the forwards and backwards of a step.
-        steps_once: True if a step is one forward and one backward, so that phases are not supported.
-        owns_step: True if an engine such as DeepSpeed runs backward, unscaling, clipping and the optimizer step.
+        splits_batch: Whether ranks or replicas process different samples of each batch. The number of parts of a batch
+            is `placement.data_ranks`.
+        shards_parameters: Whether a rank stores shards of weights, and gathers them for computation.
+        splits_tensors: Whether a rank computes parts of single layers.
+        splits_layers: Whether ranks have different layers.
+        splits_devices: Whether the devices of one process have different layers.
+        replicates_in_threads: Whether replicas of the network run in threads of one process.
+        schedules_step: Whether a schedule runs the forwards and backwards of a step.
+        steps_once: Whether a step is one forward and one backward, so that phases are not supported.
+        owns_step: Whether an engine such as DeepSpeed runs backward, unscaling, clipping and the optimizer step.
         meets: Needs of objectives that the strategy supports although the network is split: keys of NEEDS in
             objectives/term.py.
         activation_checkpointing: Patterns of modules whose activations are recomputed in the backward.
@@ -148,7 +149,7 @@ class Strategy(ABC):
     def demand(self) -> Demand:
         """Devices and dimensions that the strategy needs.
 
-        Default: one rank per device, and the ranks share the batch.
+        Default: one rank per device. The ranks process different samples of a batch.
         """
         return DEFAULT_DEMAND
 
@@ -157,15 +158,15 @@ class Strategy(ABC):
         return ()
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the memory and transfers of each rank.
+        """Return the memory and the transfers of each rank.
 
-        Default: a copy of the network, and the all-reduce of gradients.
+        Default: each rank has a copy of the network, and gradients are averaged by an all-reduce.
         """
         return load.copies()
 
     @abstractmethod
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return Lightning's strategy for one rank of a run, which has already joined its process group.
+        """Return Lightning's strategy for one rank. The rank has already joined the process group of the run.
 
         This method is not called for a run with one rank on one device.
         """
@@ -180,9 +181,9 @@ def averages_weights(kind: type[Callback]) -> bool:
 
 
 def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Placement, rank: Rank) -> dict[str, Any]:
-    """Return the Trainer's arguments that place this rank. The environment is not read.
+    """Return the arguments that make the Trainer use the devices of this rank. Environment variables are not read.
 
-    `plugins` contains only the cluster environment; the caller adds precision and checkpoint plug-ins.
+    `plugins` contains only the cluster environment. The caller adds plug-ins for precision and checkpoints.
     `use_distributed_sampler` is False, because exp's loaders split the batches.
     """
     return {
@@ -198,7 +199,7 @@ def trainer_arguments(strategy: Strategy | LightningStrategy, *, placement: Plac
 def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
     """Return the names in TRAITS that apply to a strategy.
 
-    For Lightning's strategies, they depend on the base class.
+    For one of Lightning's strategies, the base class determines the names.
     """
     if isinstance(strategy, Strategy):
         return frozenset(trait for trait in TRAITS if getattr(strategy, trait))
@@ -213,9 +214,9 @@ def traits_of(strategy: Strategy | LightningStrategy) -> frozenset[str]:
 
 
 def demand_of_lightning(strategy: LightningStrategy) -> Demand:
-    """Return the demand of one of Lightning's strategies: one rank per device.
+    """Return the devices that one of Lightning's strategies needs: one rank per device.
 
-    If the strategy supports several ranks, a single rank needs a process group, too.
+    If the strategy supports several ranks, it also needs a process group for a single rank.
     """
     return Demand(group=isinstance(strategy, ParallelStrategy))
 
@@ -258,7 +259,7 @@ def precision_of(strategy: LightningStrategy) -> RunPrecision:
 
 
 def move_all_but_network(module: LightningModule, device: torch.device) -> None:
-    """Move all submodules of a module except its network, which may be too large for one device."""
+    """Move all submodules of a module to a device, except its network, which may be too large for one device."""
     network = module.network
     module.network = nn.Identity()
     module.to(device)
@@ -266,7 +267,7 @@ def move_all_but_network(module: LightningModule, device: torch.device) -> None:
 
 
 def shared_names(network: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
+    """Return all names of each parameter that has several names, such as a tied weight."""
     names: dict[int, list[str]] = {}
     for path, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(path)
@@ -282,9 +283,9 @@ def data_of(trainer: Trainer) -> Data:
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Cluster environment that gives Lightning the rank assigned by the launcher.
+    """Cluster environment that passes the rank that the launcher assigned to Lightning.
 
-    It starts no process and reads no variable.
+    It starts no process and reads no environment variable.
 
     Tested properties of Lightning 2.6.6: DDPStrategy starts no processes if `creates_processes_externally` is true. It
     opens no store if torch.distributed is already initialized.
@@ -293,8 +294,8 @@ class RankEnvironment(ClusterEnvironment):
     def __init__(self, rank: Rank) -> None:
         super().__init__()
         self._rank = rank
-        # Set as in Lightning's environments. At import, the value was read from RANK or SLURM_PROCID, which may belong
-        # to another job.
+        # Lightning's environments also set this attribute. Without this line, its value is that of RANK or SLURM_PROCID
+        # at the import of Lightning, which may belong to another job.
         vars(rank_zero_only)["rank"] = rank.global_rank
 
     @property

@@ -1,7 +1,8 @@
 """Layers split by torch.distributed.tensor.parallel, and a comparison of the split network with the whole network.
 
-A layer keeps its class and its names. Its parameters are plain tensors with the local shard, and become DTensors only
-within the layer's forward. Fused AdamW and `clip_grad_norm_` reject lists in which only some parameters are DTensors.
+A split layer keeps its class and its names. Its parameters are plain tensors with the local shard, and become DTensors
+only within the layer's forward. The reason is that fused AdamW and `clip_grad_norm_` reject lists in which only some
+parameters are DTensors.
 
 If the backward of a DTensor changes its layout, it cannot be differentiated again (torch 2.13). The second gradients of
 two split layers had the norms 0.27 and 0.19 instead of 5.37 and 6.72, without an error. Therefore, the compatibility
@@ -39,9 +40,9 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "row": RowwiseParallel,
     "vocabulary": partial(RowwiseParallel, input_layouts=Replicate()),
 }
-# Maximum number of parameter entries for the comparison, which then takes about a second on one core.
+# Maximum number of parameter entries of a network that is compared. This comparison takes about a second on one core.
 MOST_NUMBERS = 2**22
-# In float64, the order of summation changes only the fourteenth digit.
+# Relative tolerance of the comparison. In float64, the order of summation changes only the fourteenth digit.
 TOLERANCE = 1e-9
 
 
@@ -50,7 +51,7 @@ class Cut:
     """Layout of a parameter over the ranks that split one model.
 
     Attributes:
-        mesh: Device mesh of these ranks.
+        mesh: Device mesh of the ranks.
         placement: Placement of the parameter on the mesh: a shard or a copy.
         shape: Shape of the whole parameter.
         stride: Stride of the whole parameter.
@@ -67,7 +68,7 @@ class Cut:
         return found
 
     def as_dtensor(self, part: Tensor) -> DTensor:
-        """Return the DTensor that has the given local shard."""
+        """Return a DTensor with this layout, given the local shard."""
         return DTensor.from_local(
             part, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
         )
@@ -79,7 +80,7 @@ def model_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def apply_plan(plan: Plan, network: nn.Module, mesh: DeviceMesh) -> dict[str, Cut]:
-    """Split every layer in the plan in place, so that each rank keeps its part.
+    """Split every layer in the plan in place. Each rank keeps its shards of the parameters.
 
     Returns:
         Layout of each split parameter, by name.
@@ -112,19 +113,19 @@ def _parallelize(layer: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> di
 
 
 def forward(layer: nn.Module, shell: nn.Module, cuts: Mapping[str, Cut], *inputs: Tensor, **named: Tensor) -> Tensor:
-    """Run a split layer. The name `forward` lets hooks find the layer on the stack.
+    """Run a split layer. The function has the name `forward` because hooks search the stack for this name.
 
     Args:
         layer: The layer, with the local shards.
         shell: Copy of the layer without values, which torch has parallelized.
         cuts: Layouts of the layer's parameters, by name.
-        inputs: The input, if passed by position.
-        named: The input, if passed by name as in `linear(input=x)`. It is passed on by position, as
-            `parallelize_module` requires.
+        inputs: The input, if it is a positional argument.
+        named: The input, if it is a keyword argument, as in `linear(input=x)`. `parallelize_module` requires a
+            positional argument, so the input is passed on by position.
     """
     held: dict[str, Tensor] = {name: cut.as_dtensor(layer.get_parameter(name)) for name, cut in cuts.items()}
     output: Tensor = functional_call(shell, held, (*inputs, *named.values()))
-    # The result of an unfinished collective has no storage, which hooks need.
+    # The output is copied, because the result of an unfinished collective has no storage, but hooks need one.
     return output if type(output) is Tensor else output.clone()
 
 
@@ -145,21 +146,21 @@ def _shell(layer: nn.Module) -> nn.Module:
 
 
 def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, mesh: DeviceMesh) -> str | None:
-    """Return a description of how the split network differs from the whole network; None if they agree.
+    """Return a description of how the split network differs from the whole network. Return None if they agree.
 
     Outputs and gradients are compared in float64 and in evaluation mode, with random inputs and weights. Every rank of
     the mesh must call this function.
 
     Args:
-        network: Whole network with the same values on every rank. It is not changed.
+        network: Whole network with the same values on every rank. The network is not changed.
         plan: Plan of the split.
-        inputs: Batch entries by name. Only their shapes and dtypes are used.
+        inputs: Values of the batch by name. Only their shapes and dtypes are used.
         mesh: Device mesh of the ranks that split the model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole = copy.deepcopy(network).double().eval()
-        for parameter in whole.parameters():  # parameters that are zero would hide errors in their factors
+        for parameter in whole.parameters():  # a parameter that is zero would hide errors in values multiplied by it
             if parameter.is_floating_point():
                 parameter.data += 0.1 * torch.randn(parameter.shape).to(parameter.device)
         data = {name: _numbers(one).to(mesh.device_type) for name, one in inputs.items()}
@@ -167,7 +168,7 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
     cuts = apply_plan(plan, parts, mesh)
     try:
         outputs, gradients = _compute(whole, data)
-    except Exception as error:  # a network may reject inputs that the data never has
+    except Exception as error:  # a network may reject random inputs that the data never contains
         log.info("strategy.plan is not compared with the whole network, which rejects random inputs: %s", error)
         return None
     gradients |= {name: cut.part(gradients[name]) for name, cut in cuts.items() if name in gradients}
@@ -179,7 +180,7 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
 def _compare(
     parts: nn.Module, data: Mapping[str, Tensor], outputs: list[Tensor], gradients: Mapping[str, Tensor]
 ) -> str | None:
-    """Return a description of how this rank's part differs from the whole network; None if they agree.
+    """Return a description of how this rank's part differs from the whole network. Return None if they agree.
 
     Args:
         parts: Split network.
@@ -198,9 +199,10 @@ def _compare(
 
 
 def _compute(network: nn.Module, data: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the outputs, and the gradients by parameter name. Missing gradients are zeros."""
+    """Return the outputs of a network, and its gradients by parameter name. A missing gradient becomes zeros."""
     outputs = [one for one in tensors_in(network_call(network, tuple(data))(network, data)) if one.requires_grad]
-    # The outputs are weighted, because a plain sum may have no gradients: the sum of a normalized output is constant.
+    # The outputs are weighted, because the gradients of a plain sum may be zero. For example, the sum of a normalized
+    # output is constant.
     sum((torch.sum(one * _weights(one)) for one in outputs), torch.zeros(())).backward()
     return outputs, {
         name: torch.zeros_like(one) if one.grad is None else one.grad.to_dense()

@@ -38,20 +38,21 @@ from exp.strategies.tensor_layers import MOST_NUMBERS, Cut, apply_plan, find_dif
 from exp.strategies.tensor_plan import AUTO, PLAN, Plan, division_errors, make_plan, tied_errors
 from exp.strategies.units import choose_units, split_by_dtype
 
-# The gradients of a split layer cannot be differentiated again, see exp.strategies.tensor_layers.
+# Second gradients are missing, because the gradients of a split layer cannot be differentiated again. See
+# exp.strategies.tensor_layers.
 MEETS = frozenset({"forward_passes"})
 
 
 class TensorParallel(Strategy):
     """Strategy in which ranks split each layer of one model.
 
-    All ranks of the run split one model. The strategy `hybrid` sets the number of ranks for each model.
+    All ranks of the run split one model. For several models, use the strategy `hybrid`.
 
     Args:
         name: Name of the strategy. Default: tensor_parallel.
-        plan: `auto` for models with the layer names of gpt and transformer, or a mapping from name patterns to the
-            words of exp.strategies.tensor_plan. Default: auto.
-        divide: Name patterns of integer constants of containers that are divided by the number of ranks, such as the
+        plan: Split of the layers. `auto` supports models with the layer names of gpt and transformer. A mapping assigns
+            the words of exp.strategies.tensor_plan to name patterns. Default: auto.
+        divide: Name patterns of integer constants in containers that are divided by the number of ranks, such as the
             number of attention heads. With the plan `auto`, `auto` selects constants that end with `heads`. Default:
             auto.
     """
@@ -72,15 +73,19 @@ class TensorParallel(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for ranks that all process the same batch."""
+        """Devices to use: all devices. Their ranks process the same samples of a batch."""
         return Demand(rest="tensor")
 
     def plan_of(self, network: nn.Module) -> Plan:
-        """Return the plan for a network. Raise ConfigError if an option does not match the network."""
+        """Return the plan for a network.
+
+        Raises:
+            ConfigError: An option does not match the network.
+        """
         return make_plan(network, self.plan, divide=self.divide)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return an error for each layer that cannot be split."""
+        """Return an error for each layer that cannot be split, and for float8 layers."""
         network = planned.network
         errors: list[ErrorDetails] = []
         if WORDS[planned.precision].float8:
@@ -94,7 +99,10 @@ class TensorParallel(Strategy):
         return [*errors, *division_errors(network, plan, ranks=ranks), *tied_errors(network, plan)]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return each rank's parts of the split layers. With a dimension `shard`, the parts are sharded by rows."""
+        """Return the parts of the split layers on each rank.
+
+        If the placement has a dimension `shard`, parts are split by rows.
+        """
         placement = load.placement
         ranks, shard = placement.tensor, placement.shard
         plan, places = self.plan_of(load.network), []
@@ -119,7 +127,7 @@ class TensorParallel(Strategy):
         note = (
             "activations of split layers are an estimate: from a column layer to its row layer, a rank keeps its part"
         )
-        # Embeddings are not divided, because each rank looks up all tokens in its part.
+        # The work of an embedding is not divided, because each rank searches all tokens in its part of the vocabulary.
         work = {**shares, **{name: 1 / ranks for name, word in plan.layers.items() if word != "vocabulary"}}
         return Footprint(places=merge_equal_places(places), transfers=transfers, layer_work=work, notes=(note,))
 
@@ -129,7 +137,10 @@ class TensorParallel(Strategy):
 
 
 def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: int) -> dict[str, Held]:
-    """Return one rank's parts. A part has ceil(size / ranks) entries along a dimension, or fewer on the last ranks."""
+    """Return the parts of parameters that one rank stores.
+
+    A split dimension has ceil(size / ranks) entries on each rank. The last ranks may have fewer entries.
+    """
     found = dict(held)
     for layer, word in plan.layers.items():
         cuts = {f"{layer}.weight": 1} if word == "row" else {f"{layer}.weight": 0, f"{layer}.bias": 0}
@@ -144,7 +155,7 @@ def _cut(held: Mapping[str, Held], load: Load, plan: Plan, *, ranks: int, rank: 
 
 
 def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]:
-    """Return the fractions of activations that a rank keeps, by layer path.
+    """Return the fractions of activations that a rank keeps in memory, by layer path.
 
     A row layer keeps a part of its input. A module that contains column layers keeps a part of its activations.
     """
@@ -159,7 +170,7 @@ def _kept_shares(network: nn.Module, plan: Plan, ranks: int) -> dict[str, float]
 
 
 def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
-    """Return the bytes sent for one micro-batch.
+    """Return the bytes that a rank sends for one micro-batch.
 
     A row layer sends its output, and a column layer sends the gradient of its input.
     """
@@ -175,7 +186,9 @@ def _layer_bytes(load: Load, plan: Plan, ranks: int) -> float:
 
 
 def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: DeviceMesh) -> None:
-    """Compare a small split network with the whole network. Every rank of the mesh must call this function.
+    """Compare a small split network with the whole network, which must compute the same.
+
+    Every rank of the mesh must call this function.
 
     Args:
         plan: Plan of the split.
@@ -200,8 +213,8 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
 class TensorParallelStrategy(ModelParallel):
     """Strategy of neighboring ranks that split each layer.
 
-    Several groups of such ranks average their gradients. With a dimension `shard`, the parts of each layer are instead
-    sharded over the groups, and FSDP2 gathers them unit by unit.
+    If several groups of ranks split models, the groups average their gradients. With a dimension `shard`, the groups
+    instead share the parts of each layer, and FSDP2 gathers them unit by unit.
     """
 
     def __init__(self, *, placement: Placement, tensor: TensorParallel) -> None:
@@ -212,7 +225,8 @@ class TensorParallelStrategy(ModelParallel):
     def place_model(self) -> None:
         network = network_of(self)
         network.to(self.root_device)
-        # The precision's hooks are attached again after placing, so that copies of the network run without them.
+        # The precision's hooks are removed, so that copies of the network run without them. `setup` attaches them
+        # again.
         precision_of(self).teardown()
         mesh = model_mesh(self.model_group, self.root_device)
         data = getattr(getattr(module_of(self).trainer, "datamodule", None), "data", None)

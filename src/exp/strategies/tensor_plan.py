@@ -1,9 +1,11 @@
-"""Plan of a tensor-parallel run: how each layer is split, by name patterns or by the layer names of exp's models.
+"""Plan of a tensor-parallel run: a word for each layer that states how the layer is split.
 
 column              Linear: each rank computes a part of the outputs, which is the input of a row layer
 row                 Linear: each rank takes a part of the inputs; the output is whole
-column_whole        column layer whose output is gathered, such as a head over a vocabulary
+column_whole        like column, but the ranks gather the whole output, such as a head over a vocabulary
 vocabulary          Embedding: each rank has a part of the vocabulary; the output is whole
+
+The words are set by name patterns, or by the layer names of exp's models.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from exp.strategies.strategy import shared_names
 
 AUTO = "auto"
 PLAN = "strategy.plan"
-# Layer names for `auto`: those of conf/model/gpt.yaml and transformer.yaml. Models with the same names also match.
+# Layer names for `auto`, as in conf/model/gpt.yaml and transformer.yaml. Other models with the same names also match.
 COLUMNS = ("query", "key", "value", "expand", "gate")
 ROWS = ("project", "contract")
 HEADS = "*heads"
-# Elementwise layers: each output element depends on one input element, so a part of the values is enough.
+# Elementwise layers. Each output element depends on one input element, so a rank can apply them to its part of a
+# tensor.
 ELEMENTWISE = (
     "CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "LogSigmoid", "Mish",
     "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softsign", "Tanh", "Tanhshrink",
@@ -45,9 +48,9 @@ class Plan:
     """Split of a network's layers.
 
     Attributes:
-        layers: Keys of TAKES by layer name.
-        constants: Names of integer constants that are divided by the number of ranks, such as the number of attention
-            heads, by the path of their container.
+        layers: Word of each split layer, by layer name. The words are the keys of TAKES.
+        constants: Names of integer constants that are divided by the number of ranks, by the path of their container.
+            An example is the number of attention heads.
     """
 
     layers: Mapping[str, str]
@@ -75,7 +78,7 @@ def make_plan(network: nn.Module, plan: str | Mapping[str, str], *, divide: str 
         divide: Option `divide` of TensorParallel.
 
     Raises:
-        ConfigError: All errors of the options.
+        ConfigError: The options do not match the network. The exception has all errors.
     """
     layers = _automatic(network, plan) if isinstance(plan, str) else _from_patterns(network, plan)
     if divide == AUTO:
@@ -86,7 +89,7 @@ def make_plan(network: nn.Module, plan: str | Mapping[str, str], *, divide: str 
 
 
 def division_errors(network: nn.Module, plan: Plan, *, ranks: int) -> list[ErrorDetails]:
-    """Return an error if a size that is split is not divisible by the number of ranks; an empty list otherwise."""
+    """Return an error if the number of ranks does not divide a size that is split. Otherwise return an empty list."""
     sizes = {}
     for name, word in plan.layers.items():
         layer = network.get_submodule(name)
@@ -130,7 +133,10 @@ def _automatic(network: nn.Module, plan: str) -> dict[str, str]:
 
 
 def _pairs(network: nn.Module) -> dict[str, str]:
-    """Return consecutive Linear layers in a Sequential or in a chain as pairs of column and row."""
+    """Return the words `column` and `row` for pairs of consecutive Linear layers, by layer name.
+
+    The layers of a pair are in an nn.Sequential, or in a container that calls its layers in order.
+    """
     found: dict[str, str] = {}
     for path, module in network.named_modules():
         if isinstance(module, ProgramModel):
@@ -186,7 +192,10 @@ def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the constants whose names end with `heads`, by container, for containers with a column layer."""
+    """Return the constants whose names end with `heads`, by path of the container.
+
+    Only containers that contain a column layer are searched.
+    """
     holders = {name.rpartition(".")[0] for name, word in layers.items() if word == "column"}
     return {
         path: [constant for constant in module.constants if fnmatchcase(constant, HEADS)]

@@ -1,4 +1,4 @@
-"""Units of a network: modules that are gathered, computed and freed together, or recomputed to save memory."""
+"""Units of a network: modules whose shards are gathered and freed together, or that are recomputed to save memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from exp.errors import ErrorDetails, not_supported_with
 from exp.models.matching import find_modules
 
 AUTO = "auto"
-# These modules are never called, so their parameters cannot be gathered in time. torch's MultiheadAttention reads the
-# weights of its Linear layer without calling it (torch 2.13).
+# These modules are never called, so the hooks that gather their parameters never run. For example, torch's
+# MultiheadAttention reads the weights of its Linear layer without calling the layer (torch 2.13).
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
 
 
 def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) -> dict[str, nn.Module]:
     """Return the submodules that are sharded as separate units, by name. Outer modules come first.
 
-    Parameters outside of these modules belong to the network's own unit.
+    Parameters outside of these modules belong to the unit of the network.
 
     Args:
         network: The network.
@@ -46,7 +46,10 @@ def choose_units(network: nn.Module, shard: str | Sequence[str], *, key: str) ->
 
 
 def unit_of(path: str, units: Iterable[str]) -> str:
-    """Return the name of the innermost unit that contains a module or parameter; '' for the network's own unit."""
+    """Return the name of the innermost unit that contains a module or parameter.
+
+    The name is '' for a module that is only in the unit of the network.
+    """
     return max((unit for unit in units if f"{path}.".startswith(f"{unit}.")), key=len, default="")
 
 
@@ -61,11 +64,11 @@ def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
 
 
 def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the units, and an additional unit for each layer that has another dtype than its unit.
+    """Return the units, and an additional unit for each layer whose dtype differs from the dtype of its unit.
 
-    A unit is gathered as one flat tensor, and `precision.keep` changes the dtype of some layers. The dtype of a unit is
-    the dtype of the parameters outside of its layers. If there are no such parameters, it is the dtype of most
-    parameters in its layers.
+    The parameters of a unit are gathered as one flat tensor with one dtype, but `precision.keep` changes the dtype of
+    some layers. The dtype of a unit is the dtype of its direct parameters, which are outside of its layers. If the unit
+    has no direct parameters, its dtype is the dtype of most parameters in its layers.
     """
     modules = dict(network.named_modules())
     owners = {name: unit_of(name, units) for name in modules}
@@ -99,12 +102,12 @@ def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> d
 def checkpoint_activations(modules: Iterable[nn.Module]) -> None:
     """Make each module keep only its inputs in the forward, and recompute its activations in the backward.
 
-    The modules are changed in place. Names in the state dict do not change. The same random numbers are drawn as in the
-    forward, because torch.utils.checkpoint saves the states of the generators. The second forward uses copies of the
+    The modules are changed in place. Names in the state dict do not change. torch.utils.checkpoint saves the states of
+    the random generators, so that the recomputation draws the same numbers. The recomputation uses copies of the
     buffers from before the first forward.
     """
     for module in modules:
-        # Set on the instance, so that nn.Module calls it together with the module's hooks.
+        # The attribute of the instance overrides the method, and nn.Module still runs the module's hooks.
         module.forward = _recompute(module, module.forward)
 
 

@@ -1,10 +1,12 @@
 """Whole tensors from the parts of several ranks, and checkpoints that are the same for all strategies.
 
-Checkpoints have the format of a run with one process. Tensors have the names in the whole module, and optimizer states
-have the indices of a run with one process. torch.distributed.checkpoint.state_dict is not used for two reasons. It
-gathers only DTensors, but split layers and pipeline stages are not DTensors. It also stores optimizer states by name
-instead of by index (torch 2.13). `test_each_strategy_resumes_from_another` in
-tests/strategies/test_whole_checkpoints.py compares the states with those of one process.
+Checkpoints have the format of a run with one process: tensors have their names in the whole module, and optimizer
+states have the indices of a run with one process. torch.distributed.checkpoint.state_dict is not used for two reasons.
+It gathers only DTensors, but split layers and pipeline stages are not DTensors. It also stores optimizer states by name
+instead of by index (torch 2.13).
+
+`test_each_strategy_resumes_from_another` in tests/strategies/test_whole_checkpoints.py compares the states with those
+of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class Parts(Protocol):
-    """Interface that combines numbers computed on the ranks' parts of tensors. Every rank must call the methods."""
+    """Interface that combines numbers from the parts of tensors on all ranks. Every rank must call the methods."""
 
     def sums(self, found: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sums of counts over all parts.
@@ -50,7 +52,7 @@ class Parts(Protocol):
         """
 
     def maxima(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the maxima over all parts by parameter name, `[K]`, float64."""
+        """Return the elementwise maxima over all parts, `[K]`, float64, by parameter name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +66,13 @@ class Whole:
 class WholeState(DDPStrategy, ABC):
     """Base class of strategies that save and load whole tensors.
 
-    The parts are DTensors, or a subclass's `gather` and `part` define them.
+    The parts of tensors are DTensors. If they are not, a subclass overrides `gather` and `part`.
 
     Attributes:
-        holds_every_name: True if every rank has a part of every parameter. False for stages of a pipeline.
-        host_group: Process group of all ranks for data on the CPU. Otherwise, NCCL would copy the pickled checkpoint of
-            the whole model to the device of rank 0. None uses the run's process group.
-        whole: Entries of the whole module's state dict by name; None before the module is placed.
+        holds_every_name: Whether every rank has a part of every parameter. False for stages of a pipeline.
+        host_group: Process group of all ranks for data on the CPU. Without this group, NCCL would copy the pickled
+            checkpoint of the whole model to the device of rank 0. None uses the run's process group.
+        whole: Entries of the whole module's state dict by name. None before the module is placed.
     """
 
     holds_every_name: bool = True
@@ -81,13 +83,13 @@ class WholeState(DDPStrategy, ABC):
         self.placement = placement
         self.host_group: dist.ProcessGroup | None = None
         self.whole: dict[str, Whole] | None = None
-        # Names in the whole module, by optimizer, group and parameter.
+        # Names of the parameters in the whole module, for each group of each optimizer.
         self._groups: list[list[list[str]]] = []
 
     # --- one tensor ---
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole tensor, given this rank's part.
+        """Return a whole tensor, given this rank's part.
 
         Every rank of the model must call this method with the same name.
 
@@ -108,15 +110,18 @@ class WholeState(DDPStrategy, ABC):
     # --- the module ---
 
     def gather_all(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors by name, on the CPU. Every rank must call this method.
+        """Return whole tensors by name, on the CPU of rank 0. On other ranks, the result is empty.
 
-        On ranks other than 0, the result is empty.
+        Every rank must call this method.
+
+        Args:
+            parts: This rank's parts by name.
         """
         found = {name: self._move_to_cpu(self.gather(name, part.detach())) for name, part in parts.items()}
         return self._collect({name: whole for name, whole in found.items() if whole is not None})
 
     def parts_of(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole tensors, with the layouts of `like`, without communication."""
+        """Return this rank's parts of whole tensors by name, with the layouts of `like`. No data is sent."""
         return {name: self.part(name, values[name], held) for name, held in like.items() if name in values}
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
@@ -125,12 +130,12 @@ class WholeState(DDPStrategy, ABC):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, values = module_of(self), checkpoint["state_dict"]
         if self.whole is not None:
-            # Other ranks load their parts. Names that the module lacks are kept, so that torch reports them.
+            # This rank loads only its parts. Names that the module lacks are kept, so that torch reports them.
             unknown = {name: value for name, value in values.items() if name not in self.whole}
             held = module.state_dict()
             parts = {**unknown, **self.parts_of(values, held)}
-            # The copy keeps the versions of the state dict. Without them, torch assumes that a batch norm without its
-            # counter belongs to an old checkpoint.
+            # copy.copy keeps the attribute with the versions of the modules. Without the versions, torch assumes that a
+            # batch norm without its counter belongs to an old checkpoint.
             values = copy.copy(held)
             values.clear()
             values.update(parts)
@@ -147,7 +152,7 @@ class WholeState(DDPStrategy, ABC):
         ]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the `optimizer.state_dict()` of a run with one process, on rank 0.
+        """Return the state dict that the optimizer would have in a run with one process, on rank 0.
 
         Every rank must call this method.
         """
@@ -176,7 +181,7 @@ class WholeState(DDPStrategy, ABC):
             self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
         ):
             index = _indices(members)
-            # Renumbered without the parameters of other ranks, which torch does not count.
+            # The indices count only the parameters of this rank, because torch's optimizer contains only these.
             own = {name: number for number, name in enumerate(name for name in index if name in held)}
             state = {
                 own[name]: {
@@ -193,9 +198,9 @@ class WholeState(DDPStrategy, ABC):
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _whole_entry(self, name: str, value: object, parameter: Tensor) -> object:
-        """Return the whole value of an entry of the optimizer state of a parameter.
+        """Return the whole value of one entry of a parameter's optimizer state.
 
-        A tensor with the shape of the parameter is split like the parameter, and is gathered.
+        A tensor with the shape of the parameter is split like the parameter. Its parts are gathered.
         """
         if not isinstance(value, Tensor):
             return value
@@ -209,11 +214,14 @@ class WholeState(DDPStrategy, ABC):
         return self.part(name, value, parameter)
 
     def _move_to_cpu(self, whole: Tensor) -> Tensor | None:
-        """Return the tensor on the CPU, because a device may be too small; None if this rank does not need it."""
+        """Return a whole tensor on the CPU, because a device may be too small for all of them.
+
+        Return None if this rank does not need the tensor.
+        """
         return whole.cpu() if self.is_global_zero or not self.holds_every_name else None
 
     def _collect(self, mine: dict[str, T]) -> dict[str, T]:
-        """Return the entries of all ranks of the first model, on rank 0. On other ranks, the result is empty."""
+        """Return the entries of all ranks of the first model, on rank 0. On other ranks, return an empty mapping."""
         assert self.whole is not None
         if self.holds_every_name:
             return mine if self.is_global_zero else {}
@@ -234,5 +242,5 @@ class WholeState(DDPStrategy, ABC):
 
 
 def _indices(members: list[list[str]]) -> dict[str, int]:
-    """Return the index of each parameter of an optimizer in a run with one process."""
+    """Return the index that each parameter has in the optimizer of a run with one process, by name."""
     return {name: number for number, name in enumerate(name for group in members for name in group)}

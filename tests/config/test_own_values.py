@@ -110,7 +110,7 @@ def test_a_user_group_owns_its_node(place):
 def test_a_user_key_at_the_top_is_refused(place):
     Path("conf/experiment/more.yaml").write_text("# @package _global_\naddress: {port: 80}\n")
     assert refused("experiment=more")["address"].fix == "Move the key below vars, and refer to it as ${vars.address}"
-    assert refused("+address.port=80")["address.port"].fix == "A value of your own is +vars.address.port=80"
+    assert refused("+address.port=80")["address.port"].fix == "To add a value of your own, write +vars.address.port=80"
 
 
 @pytest.mark.parametrize(

@@ -235,4 +235,4 @@ def test_ranks_freeze_as_one_process_does(ranks, strategy, unfreezes):
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor_parallel", "deepspeed"])
 def test_a_strategy_that_cannot_unfreeze_is_refused(strategy):
     message = refused(f"strategy={strategy}", "launch.devices=2", *LATER)
-    assert f"freeze.unfreeze: epochs 1, 2 with strategy={strategy}" in message
+    assert f"freeze.unfreeze: unfreezing in the epochs 1, 2 with strategy={strategy}" in message

@@ -178,7 +178,7 @@ def test_a_layer_that_cannot_be_adapted_is_refused():
     assert "head.weight" in names
     assert "stem.parametrizations.weight.0.a" in names
     message = refused(*LORA, "freeze.parameters=[norm]")
-    assert "freeze.parameters: ['norm'] with lora.layers; expected nothing" in message
+    assert "freeze.parameters: ['norm'] with lora.layers; expected an empty value" in message
     for strategy in ("pipeline", "tensor_parallel", "deepspeed"):
         assert f"lora.layers: LoRA with strategy={strategy}" in refused(
             f"strategy={strategy}", "launch.devices=2", *LORA

@@ -262,7 +262,7 @@ def errors_of(*overrides):
 @pytest.mark.parametrize(
     ("words", "key", "part"),
     [
-        (["model._target_=mine.LitNet"], "model._target_", "write module instead of model"),
+        (["model._target_=mine.LitNet"], "model._target_", "Move its YAML file from conf/model to conf/module"),
         ([DATA], "data._target_", "a LightningModule to take its batches"),
         ([NET, "optimizer.lr=0.1"], "optimizer.lr", "its configure_optimizers makes it"),
         ([NET, "objective=[mse]"], "objective", "its training_step returns the loss"),
@@ -332,7 +332,7 @@ def test_a_sweep_compares_values_that_the_module_logs(commands):
 def test_a_class_name_instead_of_a_node_is_refused():
     shutil.rmtree("conf/module")
     assert "Write 'module={_target_: mine.LitNet}'" in errors_of("module=mine.LitNet")["module"]
-    assert "Write conf/module/litnet.yaml" in errors_of("module=litnet")["module"]
+    assert "Create conf/module/litnet.yaml" in errors_of("module=litnet")["module"]
 
 
 def test_a_module_can_take_a_model_of_exp(mine):

@@ -166,8 +166,8 @@ def test_weights_that_do_not_fit_are_refused():
     assert "Did you mean body?" in message
     assert "with 2 stars" in refused("weights.from=old.pt", "+weights.keys={old.*: '*.*'}")
     assert "which both become head.x" in refused("weights.from=five.pt", "+weights.keys={head.*: head.x}")
-    assert "that is there" in refused("weights.from=nowhere.pt")
-    assert "a directory without weights" in refused("weights.from=conf")
+    assert "expected an existing run directory" in refused("weights.from=nowhere.pt")
+    assert "contains no checkpoint" in refused("weights.from=conf")
     assert "is damaged, or is not a file of torch.save" in refused("weights.from=weight_nets.py")
 
 

@@ -1,8 +1,8 @@
 """python -m exp.doctor: checks the installation and the machine, and prints a fix for each error.
 
-python -m exp.doctor                        everything, with a run of three steps on each device
-python -m exp.doctor --quick                everything except the runs
-python -m exp.doctor --outputs /big/outputs   checks the disk of another directory for results
+python -m exp.doctor                          all checks, with a run of three steps on each device
+python -m exp.doctor --quick                  all checks except the runs
+python -m exp.doctor --outputs /big/outputs   checks the disk of this directory instead of the disk of outputs
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exp.extras.doctor import installation, machine, torch_findings
 from exp.extras.doctor.finding import Finding
 from exp.output import command
 
-# Time limit of a check. The first import of torch from a network file system can take minutes.
+# Time limit of a check in seconds. The first import of torch from a network file system can take minutes.
 SECONDS = 300.0
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Print one line for each finding: ok, a note that needs no action, or an error with its fix.
 
     Returns:
-        0 without an error, else 1.
+        Exit status: 0 if no finding is an error, else 1.
     """
     parser = argparse.ArgumentParser(
         prog="python -m exp.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,13 +73,13 @@ def findings(outputs: Path, *, trains: bool) -> Iterator[Finding]:
 
 
 def try_in_process(what: str) -> Mapping[str, Any]:
-    """Return the facts from a check that runs in another process, because the check may crash or hang.
+    """Run a check in another process, because the check may crash or hang, and return the check's results.
 
     Args:
-        what: Name of the check in `exp.extras.doctor.probe`.
+        what: Name of the check in `exp.extras.doctor.probe`: torch, import or run:DEVICE.
 
     Returns:
-        The facts; {"error": message} if the check failed, crashed or took longer than SECONDS.
+        Results by name. They are {"error": message} if the check failed, crashed or took longer than SECONDS.
     """
     command = [sys.executable, "-m", "exp.extras.doctor.probe", what]
     try:

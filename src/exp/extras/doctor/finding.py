@@ -14,7 +14,7 @@ class Finding:
         state: `error` if exp cannot work, `note` if exp works but users should read the finding, else `ok`.
         part: Name of the checked part, such as torch, gloo or outputs.
         found: Text of the finding.
-        fix: Command or change that fixes the problem; empty without one. Each error has a fix.
+        fix: Command or change that fixes the problem. Empty if no action is needed. Each error has a fix.
     """
 
     state: Literal["ok", "note", "error"]

@@ -27,9 +27,10 @@ def findings() -> Iterator[Finding]:
 
 
 def declared_requirements() -> list[str]:
-    """Return the requirements of exp and of its extras, from pyproject.toml in a checkout, else from the metadata.
+    """Return the requirements of exp and of its extras.
 
-    A checkout uses pyproject.toml, because the metadata of an editable installation changes only with `pip install`.
+    If exp is imported from a checkout, the requirements are read from pyproject.toml. Otherwise they are read from the
+    metadata of the installation. The metadata of an editable installation changes only with `pip install`.
     """
     file = PACKAGE.parents[1] / "pyproject.toml"
     if PACKAGE.parent.name != "src" or not file.is_file():
@@ -40,14 +41,17 @@ def declared_requirements() -> list[str]:
 
 
 def torch_requirement() -> str:
-    """Return the quoted argument of `pip install` for a version of torch that exp supports."""
+    """Return the argument of `pip install` for a supported version of torch, in quotes, such as 'torch>=2.6'."""
     return next((f"'{line}'" for line in declared_requirements() if re.match(r"torch\b", line)), "torch")
 
 
 def versions(requirements: Sequence[str]) -> Iterator[Finding]:
-    """Yield an error for each package that is missing or outside its declared range, and one line for all others.
+    """Yield an error for each package that is missing or has an unsupported version.
 
-    Packages of extras may be missing.
+    After the errors, yield one finding that lists all other packages. Packages of extras may be missing.
+
+    Args:
+        requirements: Requirements in the format of pip, such as `torch>=2.6`.
     """
     within = []
     for one in map(Requirement, requirements):
@@ -59,7 +63,7 @@ def versions(requirements: Sequence[str]) -> Iterator[Finding]:
             if is_needed:
                 yield Finding("error", "packages", f"{one.name} is not installed", f"pip install '{wanted}'")
             continue
-        # A package that was only partly removed has no version.
+        # The version is empty if a package was only partly removed.
         if not version or not one.specifier.contains(version, prereleases=True):
             found = f"{one.name} {version}; expected {one.specifier}"
             yield Finding("error", "packages", found, f"pip install --force-reinstall '{wanted}'")

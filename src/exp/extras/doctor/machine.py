@@ -32,12 +32,14 @@ def findings(outputs: Path) -> Iterator[Finding]:
 
 
 def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
-    """Return whether a directory, or the nearest existing directory above it, can be written and has free space.
+    """Return a finding that states whether a directory can be written and has free space.
+
+    If the directory does not exist, the nearest existing directory above it is checked.
 
     Args:
         part: Use of the directory: `outputs` or `temporary files`.
-        wanted: Path of the directory, which need not exist.
-        least: Free bytes below which the disk counts as full.
+        wanted: Path of the directory, which may be missing.
+        least: Number of free bytes below which the disk counts as full. Default: LEAST_FREE.
     """
     place = next(path for path in (wanted.absolute(), *wanted.absolute().parents) if os.path.lexists(path))
     other = "make outputs a link to another disk" if part == "outputs" else "set TMPDIR to another directory"
@@ -58,7 +60,7 @@ def disk(part: str, wanted: Path, *, least: int = LEAST_FREE) -> Finding:
 
 
 def nvidia_drivers() -> list[str]:
-    """Return the version of NVIDIA's driver for each GPU that nvidia-smi lists; empty if nvidia-smi fails."""
+    """Return the driver version of each GPU that nvidia-smi lists. The list is empty if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout

@@ -1,6 +1,7 @@
-"""python -m exp.extras.doctor.probe WHAT: tries an action that may fail, crash or hang, and prints the facts as JSON.
+"""python -m exp.extras.doctor.probe WHAT: runs a check that may fail, crash or hang, and prints its results as JSON.
 
-WHAT is torch, import or run:DEVICE.
+WHAT is one of these checks: `torch` imports torch and lists GPUs. `import` imports the packages that a run needs.
+`run:DEVICE` trains three steps on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ RUN = ("name=doctor", "model=mlp", "data=digits", "hooks=[]", "trainer.max_steps
 
 
 def attempt(what: str) -> dict[str, object]:
-    """Return the facts of one check as plain values, or the message under the key `error` if the check raises.
+    """Run one check, and return its results by name. The results are {"error": message} if the check raises.
 
     Args:
         what: Name of the check: torch, import or run:DEVICE.

@@ -25,7 +25,7 @@ def explain_import_error(error: str, spec: ModuleSpec | None) -> Finding:
 
     Args:
         error: Message of the import error.
-        spec: Location at which Python finds torch; None if it is not installed.
+        spec: Location at which Python finds torch. None: torch is not installed.
     """
     if spec is None or spec.origin is None:
         return Finding("error", "torch", "it is not installed", f"pip install {REQUIREMENT}")
@@ -37,11 +37,11 @@ def explain_import_error(error: str, spec: ModuleSpec | None) -> Finding:
 
 
 def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings about the GPUs that torch can use, or the reason why torch can use none.
+    """Yield the findings about the GPUs that torch can use. If torch can use no GPU, yield the reason.
 
     Args:
-        torch: Facts of the check `torch` in probe.py.
-        drivers: Version of NVIDIA's driver for each GPU that nvidia-smi lists.
+        torch: Results of the check `torch` in probe.py.
+        drivers: Driver version of each GPU that nvidia-smi lists.
         environment: Environment variables.
     """
     hidden = f", {HIDDEN}={environment[HIDDEN]!r}" if HIDDEN in environment else ""
@@ -78,7 +78,11 @@ def _each_gpu(torch: Facts) -> Iterator[Finding]:
 
 
 def import_finding(trial: Facts) -> Finding:
-    """Return the finding about the import of the packages that a run needs."""
+    """Return the finding about the import of the packages that a run needs.
+
+    Args:
+        trial: Results of the check `import` in probe.py.
+    """
     if "error" not in trial:
         return Finding("ok", "imports", "all packages of a run")
     fix = "pip install --force-reinstall --no-deps the package that the error names"
@@ -88,7 +92,12 @@ def import_finding(trial: Facts) -> Finding:
 
 
 def run_finding(device: str, trial: Facts) -> Finding:
-    """Return the finding about a run of three steps on a device."""
+    """Return the finding about a run of three steps.
+
+    Args:
+        device: Device of the run, such as cuda.
+        trial: Results of the check `run:DEVICE` in probe.py.
+    """
     if "error" not in trial:
         return Finding("ok", f"run on {device}", "three steps")
     error = shorten(trial["error"], most=200)

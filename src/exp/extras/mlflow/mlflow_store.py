@@ -1,4 +1,7 @@
-"""+logger=mlflow: Lightning's MLFlowLogger with a local store, batched writes, and one MLflow run for all resumes."""
+"""The logger of `+logger=mlflow`: Lightning's MLFlowLogger, which writes many values in one call.
+
+The default store is a local database. A resumed run continues the same MLflow run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if not is_installed("mlflow"):
     raise MissingExtraError(feature="logger=mlflow", package="mlflow", extra="mlflow")
 
 _SQLITE = "sqlite:///"
-# Largest number of metrics in a call of MLflow.
+# Largest number of values in one call of MLflow's log_batch.
 _METRICS_A_BATCH = 1000
 _ROWS_A_WRITE = 200
 _STATUS = {"completed": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
@@ -33,17 +36,17 @@ _REFUSED_IN_NAMES = re.compile(r"[^\w.\- :/]")
 class MlflowLogger(RunLogger, MLFlowLogger):
     """Logger that writes values, images and texts to a run of MLflow, under the same tags as in TensorBoard.
 
-    Hyperparameters become params of MLflow. Values are collected and written every `flush_seconds`, because a call of
-    MLflow takes milliseconds. A resumed run continues the same MLflow run. Steps that the MLflow run already has are
-    skipped, because their values are equal and MLflow cannot remove them. Characters that MLflow does not allow in tags
-    become `_`.
+    Hyperparameters become params of MLflow. Values are collected and written every `flush_seconds`, because each call
+    of MLflow takes milliseconds. A resumed run continues the same MLflow run. The logger skips steps that the MLflow
+    run already contains, because MLflow cannot remove values. The skipped values equal the stored values. The logger
+    replaces characters that MLflow does not allow in tags by `_`.
 
     Args:
-        directory: Run directory, set by build.py. Its file mlflow.json has the id of the MLflow run.
+        directory: Run directory. exp sets this argument. The file mlflow.json in it contains the id of the MLflow run.
         tracking_uri: Database file such as `sqlite:///outputs/mlflow.db`, or the address of a server.
         experiment: Name of the experiment in MLflow.
-        artifacts: Folder for images and texts if tracking_uri is a file.
-        flush_seconds: Seconds between two writes.
+        artifacts: Folder for images and texts. It is used only if tracking_uri is a database file.
+        flush_seconds: Seconds between two writes. Default: 5.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Collect values for the next write.
+        """Collect values, which `save` writes to MLflow.
 
         Args:
             metrics: Values by tag.
@@ -117,7 +120,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing, because MLflow cannot remove values. `save` skips steps that exist."""
+        """Do nothing, because MLflow cannot remove values. `save` skips steps that MLflow already contains."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -145,7 +148,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self.experiment.set_terminated(self.run_id, _STATUS[status])
 
     def _last_step(self, key: str) -> int:
-        """Return the last step that MLflow has for a tag; -1 in a new run."""
+        """Return the last step at which MLflow has a value of a tag; -1 if MLflow has no value."""
         if not self._is_continued:
             return -1
         if key not in self._reached:
@@ -155,7 +158,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lock the database file within the block, because jobs of a sweep may create it at the same time."""
+        """Lock the database file within the block, because jobs of a sweep may create the file at the same time."""
         if self._database is None:
             yield
             return

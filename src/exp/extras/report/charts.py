@@ -20,7 +20,7 @@ from exp.sweeps.results import FINISHED, Repeats
 from exp.tensorboard.event_file import Curve
 
 MOST_CURVES = 8
-# Okabe and Ito's colors except black and yellow, which are distinct for color-blind readers.
+# Color-blind readers can distinguish the colors of Okabe and Ito. Their black and yellow are left out.
 BEST, GRAY = "#d55e00", "#8f8f8f"
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#7570b3")
 STYLE: dict[Any, Any] = {
@@ -37,7 +37,13 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A picture with the name of its file and its caption."""
+    """Picture of a report.
+
+    Args:
+        name: Name of the file, without the suffix.
+        caption: Text below the picture.
+        png: Content of the PNG file.
+    """
 
     name: str
     caption: str
@@ -45,12 +51,12 @@ class Chart:
 
 
 class Band(NamedTuple):
-    """Mean and standard deviation of curves at N steps. A value is nan if a curve is not finite at the step.
+    """Mean and standard deviation of curves at N steps. A value is nan if a curve is not finite at its step.
 
     Args:
         steps: Optimizer steps `[N]`.
         mean: Mean of the curves `[N]`.
-        deviation: Standard deviation over n - 1, `[N]`; nan for a single curve.
+        deviation: Standard deviation of the curves with divisor n - 1, `[N]`; nan for a single curve.
     """
 
     steps: np.ndarray
@@ -86,9 +92,9 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
 
 
 def band(curves: Sequence[Curve]) -> Band | None:
-    """Return the mean and standard deviation of curves over their common range of steps; None without a common range.
+    """Return the mean and standard deviation of curves over their common range of steps.
 
-    Values at steps that a curve lacks are interpolated linearly.
+    If a curve lacks a step, its value is interpolated linearly. If the curves have no common range, the result is None.
     """
     curves = [curve for curve in curves if len(curve.steps)]
     if not curves:
@@ -104,7 +110,7 @@ def band(curves: Sequence[Curve]) -> Band | None:
 
 
 def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list[str]:
-    """Return the tags to draw, at most MOST_CURVES, and add notes about the others to `notes`."""
+    """Return the tags to draw, at most MOST_CURVES, and add notes about omitted tags and runs to `notes`."""
     found = dict.fromkeys(tag for record in comparison.records for tag in record.curves)
     first = [*tags, *([] if comparison.tag is None else [compared_tag(comparison.tag)]), "loss/train", "loss/val"]
     ordered = [tag for tag in dict.fromkeys([*first, *sorted(filter(is_of_validation, found))]) if tag in found]
@@ -120,7 +126,8 @@ def _tags(comparison: Comparison, tags: Sequence[str], notes: list[str]) -> list
 def _curve(comparison: Comparison, tag: str) -> Chart:
     """Return the picture with the curves of a tag.
 
-    The best run is drawn last. Up to seven other runs have different colors. If there are more, all others are gray.
+    The best run is drawn last. Up to seven other runs have different colors. If there are more than seven, all of them
+    are gray.
     """
     from matplotlib.figure import Figure
 
@@ -152,7 +159,10 @@ def _curve(comparison: Comparison, tag: str) -> Chart:
 
 
 def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[bool, Curve]]:
-    """Return pairs for a group of repeats: whether the run was completed, and its curve."""
+    """Return a pair for each run in a group of repeats that has the tag.
+
+    The pair contains whether the run was completed, and the curve of the run.
+    """
     curves = [(row.status in FINISHED, comparison.records[row.job].curves.get(tag)) for row in group.rows]
     return [(is_done, curve) for is_done, curve in curves if curve is not None]
 
@@ -160,7 +170,10 @@ def _curves_of(comparison: Comparison, group: Repeats, tag: str) -> list[tuple[b
 def _draw_group(
     axes: Any, comparison: Comparison, group: Repeats, tag: str, *, color: str, label: str, width: float = 1.2
 ) -> None:
-    """Draw the completed runs of a group as their mean with a band, and other runs as dashed lines."""
+    """Draw the mean of the completed runs of a group, and draw each other run as a dashed line.
+
+    A band shows one standard deviation on each side of the mean.
+    """
     style: dict[str, object] = {"color": color, "linewidth": width}
     curves = _curves_of(comparison, group, tag)
     joint = band([curve for is_done, curve in curves if is_done])

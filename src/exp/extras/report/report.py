@@ -1,10 +1,10 @@
-"""python -m exp.report DIR...: compares any runs and sweeps in one HTML page, and pictures.
+"""python -m exp.report DIR...: compares runs and sweeps in one HTML page with pictures.
 
-    python -m exp.report outputs/train/sweeps/2026-01-31/12-00-00         into report/ of the sweep
-    python -m exp.report outputs --metric accuracy/val                    every run below outputs/, by another tag
-    python -m exp.report outputs/a/2026-01-31/12-00-00 outputs/b          some runs
+    python -m exp.report outputs/train/sweeps/2026-01-31/12-00-00         a sweep; writes to report/ in its directory
+    python -m exp.report outputs --metric accuracy/val                    all runs below outputs/, by this tag
+    python -m exp.report outputs/a/2026-01-31/12-00-00 outputs/b          one run, and all runs below outputs/b
 
-Runs that are running, killed or damaged are rows with this status.
+The report also has rows for runs that are running, were killed or are damaged. Their status states this.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ EXPECTED = "a run directory, a sweep directory, or a folder above them, such as 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Write the report, and print the table, the best run and a command that starts from the config of the best run.
+    """Write the report, and print a table, the best run, and a command that starts from the config of the best run.
 
     Returns:
-        0; 2 without runs; 1 if the report cannot be written.
+        Exit status: 0, 1 if the report cannot be written, or 2 if no run is found.
     """
     arguments = parser().parse_args(argv)
     for place in arguments.directories:
@@ -60,8 +60,12 @@ def main(argv: Sequence[str]) -> int:
 def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
     """Return the comparison of the runs that were found.
 
+    Args:
+        found: The runs.
+        arguments: The parsed command line.
+
     Raises:
-        ReportError: The runs lack a key or a tag that the command line names.
+        ReportError: No run has a tag of --metric, or the runs do not differ in the key of --repeat-over.
     """
     records = [read_run(run, tags=tags_of(arguments.metric)) for run in found.runs]
     trained = [record for record in records if record.value_of("train") != "false"] or records
@@ -74,7 +78,8 @@ def comparison_of(found: Found, arguments: argparse.Namespace) -> Comparison:
 def _write(arguments: argparse.Namespace, text: str, charts: Sequence[Chart]) -> Path:
     """Write the page and the pictures to a directory, and return the directory.
 
-    The directory is --output, or report/ of a single sweep, or else a new directory below outputs/reports.
+    The directory is the value of --output. If --output is missing and the command compares one sweep, it is report/ in
+    the directory of the sweep. Otherwise it is a new directory below outputs/reports.
     """
     places = arguments.directories
     directory = arguments.output or places[0] / "report"

@@ -1,4 +1,4 @@
-"""Compares runs: their rows, the keys in which they differ, repeats, and the best run."""
+"""Compares runs: finds the keys in which runs differ, the repeats of a run, and the best run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from exp.shared_types import Mode, compared_tag
 from exp.spelling import among, did_you_mean
 from exp.sweeps.results import DEFAULT, FINISHED, FOLD, NONE, Repeats, Row, best_of, differing_keys, repeats_of
 
-# Smaller values of these tags are better if neither the config nor the command sets a mode.
+# If neither the config nor the command sets a mode, smaller values of matching tags are better.
 LESS = re.compile(
     r"(^|[/_])(loss|error|mae|mse|rmse|mape|nll|perplexity|bits_per_character|seconds|ms|mib|steps)($|[/_])"
 )
 
 
 class ReportError(RunError):
-    """Error of a report whose runs, keys or tags do not exist."""
+    """Error of a report that needs runs, keys or tags that do not exist."""
 
     exit_status = 2
 
@@ -35,10 +35,10 @@ class Comparison:
     Args:
         base: Common parent folder of all run directories.
         records: The runs.
-        rows: Rows of the table, one for each record. `job` of a row is the index of its record.
-        tag: Tag by which the runs are compared; None if the runs monitor different tags.
-        keys: Keys of the hyperparameters that differ between runs.
-        repeat_over: Key in which repeats of a run differ, such as seed; None without repeats.
+        rows: Rows of the table, one for each record. `job` of a row is the index of the row's record in `records`.
+        tag: Tag by which the runs are compared. None: the runs monitor different tags.
+        keys: Config keys of the hyperparameters that differ between runs.
+        repeat_over: The only config key in which repeats of a run differ, such as seed. None: no run is repeated.
         notes: Notes about decisions and unreadable files, one line each.
     """
 
@@ -52,28 +52,32 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Repeats]:
-        """The groups of repeats. Without repeats, each group has one run."""
+        """The groups of repeats. If no run is repeated, each group has one run."""
         if self.repeat_over is None:
             return [Repeats(swept=row.swept, rows=[row]) for row in self.rows]
         return repeats_of(self.rows, over=self.repeat_over)
 
     @cached_property
     def best(self) -> Row | None:
-        """The best run; None without one. With repeats, the best run of the group with the best mean."""
+        """The best run, or None. If runs are repeated, it is the best run of the group with the best mean."""
         return best_of(self.rows, repeat_over=self.repeat_over)
 
     @cached_property
     def best_group(self) -> Sequence[Row]:
-        """The best run with its repeats; empty without a best run."""
+        """The best run and its repeats; empty if `best` is None."""
         return next((group.rows for group in self.groups if any(row is self.best for row in group.rows)), ())
 
     def label(self, swept: Mapping[str, str]) -> str:
-        """Return the swept values in short form, such as lr=0.01 weight_decay=0."""
+        """Return the swept values in short form, such as lr=0.01 weight_decay=0.
+
+        Args:
+            swept: Swept values by config key.
+        """
         keys = [key for key in self.keys if key != self.repeat_over and key in swept]
         return " ".join(f"{self.short(key)}={swept[key]}" for key in keys)
 
     def short(self, key: str) -> str:
-        """Return the last part of a key if no other compared key has the same last part, else the key."""
+        """Return the last part of a config key, or the whole key if another compared key has the same last part."""
         last = key.rpartition(".")[2]
         return last if [one.rpartition(".")[2] for one in self.keys].count(last) == 1 else key
 
@@ -88,14 +92,16 @@ def compare(
     """Return the comparison of runs.
 
     Args:
-        records: One or more runs with absolute directories.
-        repeat_over: Key in which repeats differ, or "none" for no repeats. None: the key in the configs of the runs, or
-            else the fold or the seed if some runs differ only in it.
-        metrics: Tags, each as TAG, TAG:min or TAG:max. The first replaces the monitored tag.
-        problems: Notes from the search for runs.
+        records: Records of one or more runs, with absolute directories.
+        repeat_over: Config key in which repeats of a run differ. "none": no run is a repeat. None: the key
+            sweep.repeat_over in the configs. If the configs do not set it, runs that differ only in the fold or only in
+            the seed are repeats.
+        metrics: Tags to draw, each as TAG, TAG:min or TAG:max. The runs are compared by the first tag instead of the
+            monitored tag.
+        problems: Messages about folders that could not be read. They become notes of the comparison.
 
     Raises:
-        ReportError: The runs lack a key or a tag.
+        ReportError: No run has a tag in `metrics`, or the runs do not differ in `repeat_over`.
     """
     notes = list(problems)
     wanted = [_find_wanted(records, text) for text in metrics]
@@ -114,7 +120,7 @@ def compare(
             status=record.status,
             monitor=own[0],
             mode=own[1],
-            # Without a config, neither the mode of the value nor the repeats of the run are known.
+            # If a run lacks its config, the mode of the value and the repeats of the run are unknown.
             value=value if record.status in FINISHED and record.config else math.nan,
             step=step,
             metrics=record.metrics,
@@ -143,7 +149,7 @@ def tags_of(metrics: Sequence[str]) -> list[str]:
 
 
 def _find_wanted(records: Sequence[RunRecord], metric: str) -> tuple[str, Mode]:
-    """Return the tag and the mode of a value of --metric.
+    """Return the tag in a value of --metric, and the mode: "min" if smaller values are better, else "max".
 
     Raises:
         ReportError: No run has the tag.
@@ -160,7 +166,12 @@ def _find_wanted(records: Sequence[RunRecord], metric: str) -> tuple[str, Mode]:
 
 
 def _find_monitored(records: Sequence[RunRecord], notes: list[str]) -> tuple[str | None, Mode]:
-    """Return the tag that all runs monitor, and its mode. The tag is None if the runs monitor different tags."""
+    """Return the tag that all runs monitor, and its mode. If the runs monitor different tags, the tag is None.
+
+    Args:
+        records: The runs.
+        notes: List to which a note about different tags is added.
+    """
     pairs = {(record.monitor, record.mode) for record in records if record.monitor is not None and record.mode}
     if len(pairs) > 1:
         listed = among(sorted(f"{tag} ({mode})" for tag, mode in pairs))
@@ -179,7 +190,7 @@ def _swept_value(record: RunRecord, key: str) -> str:
 
 
 def _point(record: RunRecord, tag: str | None, mode: Mode) -> tuple[float, int | None]:
-    """Return the best value of a tag in a run, and the optimizer step of the value."""
+    """Return the best value of a tag in a run, and the optimizer step of the value. An unknown step is None."""
     if tag is None or tag == record.monitor:
         return record.value, record.step
     value, step = best_point(record.curves.get(compared_tag(tag)), mode=mode)
@@ -189,7 +200,7 @@ def _point(record: RunRecord, tag: str | None, mode: Mode) -> tuple[float, int |
 def _find_repeat_key(
     records: Sequence[RunRecord], rows: Sequence[Row], keys: Sequence[str], asked: str | None, notes: list[str]
 ) -> str | None:
-    """Return the key in which repeats differ; None without repeats."""
+    """Return the config key in which repeats of a run differ; None if no run is repeated."""
     if asked == NONE:
         return None
     if asked is not None:

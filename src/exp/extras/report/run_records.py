@@ -1,7 +1,7 @@
 """Reads the run directories of runs and sweeps below a folder, even if files are missing or damaged.
 
-A run that is running, killed, partly copied or deleted during the read becomes a record and raises no error. `problems`
-of the record has a line for each missing or damaged file.
+A run gets a record even if it is running, was killed, was copied only partly, or is deleted during the read. `problems`
+of the record lists the missing and damaged files.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Part = TypeVar("Part")
 # A folder with any of these files is a run directory.
 MARKS = ("config.yaml", "overrides.yaml", "provenance.json", "report.json")
 EVENTS = "tensorboard"
-# Files of exp.data and exp.find_lr, whose directories are not compared.
+# A folder with any of these files is no run directory. exp.data and exp.find_lr write them.
 NO_RUN = ("data.md", "lr.json")
-# Folders without runs that may be large.
+# Folders that the search skips, because they contain no runs and may be large.
 SKIPPED = ("__pycache__", "node_modules", "checkpoints")
 RUNNING, NO_REPORT, UNREADABLE = "running", "no report", "unreadable"
-# Overrides of these keys are no hyperparameters.
+# Overrides of these keys are no hyperparameters and are not compared.
 NOT_COMPARED = ("hydra", "sweep", "resume", "from_run", "print_config", "tags", "logger", "security")
-# Errors of truncated files, and of files of other programs.
+# Exceptions that are raised when a truncated file, or a file of another program, is read.
 DAMAGE = (*REPORT_DAMAGE, OSError, ExpError)
 
 
@@ -44,16 +44,21 @@ class RunRecord:
     """Contents of a run directory.
 
     Attributes:
-        status: Status of the report, or RUNNING, NO_REPORT, UNREADABLE.
-        typed: Values of the overrides by key, as text.
-        config: Frozen config. Empty if it cannot be read.
-        monitor: Monitored tag. None if the config cannot be read.
-        mode: Direction of the monitored tag. None if the config cannot be read.
-        value: Best value of the monitored tag, also for a run that is not completed. nan without a value.
-        step: Optimizer step of the value.
+        directory: The run directory.
+        status: Status in report.json, such as completed. If the report is missing or damaged: RUNNING, NO_REPORT or
+            UNREADABLE.
+        typed: Overrides of the command line: values as text, by config key.
+        config: Config in config.yaml. Empty if the file cannot be read.
+        monitor: Monitored tag. None: the config cannot be read.
+        mode: "min" if smaller values of the monitored tag are better, else "max". None: the config cannot be read.
+        repeat_over: Value of sweep.repeat_over in the config, or None.
+        value: Best value of the monitored tag, even if the run is not completed. nan if the tag has no value.
+        step: Optimizer step of `value`.
         metrics: Last value of each tag.
         seconds: Wall time in seconds. nan if it is unknown.
+        peak_memory_mib: Peak memory in MiB. None: unknown.
         curves: Curves by tag.
+        error: First line of the error that ended the run, or an empty text.
         problems: A line for each file that is missing or damaged.
     """
 
@@ -74,7 +79,11 @@ class RunRecord:
     problems: Sequence[str] = ()
 
     def value_of(self, key: str) -> str | None:
-        """Return a hyperparameter as text: the value in the config, or else the override. None without a value."""
+        """Return the value of a config key as text.
+
+        The value is read from the config. If the config lacks the key, the override of the command line is returned. If
+        both are missing, the result is None.
+        """
         found = Values(dict(self.config))[key]
         if found is UNKNOWN or isinstance(found, dict | list):
             return self.typed.get(key)
@@ -102,7 +111,11 @@ class Found:
 
 
 def find_runs(places: Sequence[Path]) -> Found:
-    """Return the run directories at and below some folders."""
+    """Return the run directories at and below some folders.
+
+    Args:
+        places: The folders. A folder may be a run directory.
+    """
     problems: dict[str, None] = {}
 
     def note(error: OSError) -> None:
@@ -123,7 +136,7 @@ def is_run(folder: Path, *, names: Collection[str]) -> bool:
 
     Args:
         folder: The folder.
-        names: Names of the files and folders in it.
+        names: Names of the files and folders in `folder`.
     """
     if any(name in names for name in NO_RUN):
         return False
@@ -133,7 +146,7 @@ def is_run(folder: Path, *, names: Collection[str]) -> bool:
 def _has_events(directory: Path) -> bool:
     try:
         return bool(event_files(directory / EVENTS))
-    except OSError:  # read_run reports it
+    except OSError:  # read_run reports this error
         return False
 
 
@@ -142,7 +155,7 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
 
     Args:
         directory: Run directory.
-        tags: Tags whose curves are read in addition to losses, the monitored tag and validation metrics.
+        tags: Tags of additional curves. Curves of losses, validation metrics and the monitored tag are always read.
     """
     problems: list[str] = []
     config = read_part(directory, "config.yaml", _mapping, problems) or {}
@@ -167,18 +180,23 @@ def read_run(directory: Path, *, tags: Collection[str] = ()) -> RunRecord:
 
 
 def is_of_validation(tag: str) -> bool:
-    """Return whether a tag is a loss or metric of the validation split, except values of single classes or terms."""
+    """Return whether a tag is a loss or metric of the whole validation split, and not of a single class or term."""
     return tag.endswith("/val") and tag.count("/") == 1
 
 
 def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
-    """Return a record with the values of report.json, or with the status of a run without a report."""
+    """Return a record with the values of report.json added. If the report is missing or damaged, set only the status.
+
+    Args:
+        record: Record without a report.
+        problems: List to which messages about the file are added.
+    """
     directory = record.directory
     exists = os.path.lexists(directory / "report.json")
     facts = read_part(directory, "report.json", _facts, problems) if exists else None
     if facts is not None:
         return replace(record, **facts)
-    # A sweep locks its own directory.
+    # A running sweep locks its directory, which contains the run directory.
     is_running = is_locked(directory / "config.yaml") or is_locked(directory.parent)
     status = UNREADABLE if exists else RUNNING if is_running else NO_REPORT
     if status == NO_REPORT:
@@ -188,7 +206,10 @@ def _with_report(record: RunRecord, problems: list[str]) -> RunRecord:
 
 
 def best_point(curve: Curve | None, *, mode: Mode | None) -> tuple[float, int | None]:
-    """Return the best finite value of a curve, and the first step with this value; nan and None without a value."""
+    """Return the best value of a curve, and the first step with this value.
+
+    Values that are not finite are ignored. If no value is left, the result is nan and None.
+    """
     pick = max if mode == "max" else min
     pairs = [] if curve is None else list(zip(curve.values.tolist(), curve.steps.tolist(), strict=True))
     finite = [(value, step) for value, step in pairs if math.isfinite(value)]
@@ -256,7 +277,7 @@ def _number_or_text(value: str) -> str:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the fields of a RunRecord whose values are in report.json."""
+    """Return the values in report.json, by field of RunRecord."""
     report = parse_report(path.read_text(encoding="utf-8"))
     error = "" if report.error is None else str(report.error["message"])
     peak = report.peak_memory_mib

@@ -1,4 +1,4 @@
-"""The hook `clip_module`: clips gradients at modules during the backward."""
+"""The hook `clip_module`: clips the gradient at chosen modules during the backward pass."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class ClipModule(GradientTransform):
-    """Clips the gradient at each matching module, by norm or by value.
+    """Hook that clips the gradient at each matching module, by norm or by value.
 
-    The limit applies to the gradient of the mean loss over all ranks and micro-batches, without a loss scale. The
-    gradient is clipped over all ranks together, so that several ranks give the same result as one rank. Each
-    micro-batch is clipped separately. Values that are not finite stay unchanged, because the loss scale and nan_guard
-    must detect them.
+    The limit applies to the gradient of the mean loss over all ranks, without the factor of the loss scaler. The norm
+    covers the gradients of all ranks, so that several ranks give the same result as one rank. Each micro-batch is
+    clipped separately. Infinite and NaN values stay unchanged, because the loss scaler and the hook `nan_guard` must
+    detect them.
 
     Args:
-        modules: Patterns of modules.
-        limit: Largest 2-norm, or largest absolute value, of the gradient.
-        algorithm: Clipping by "norm" or by "value", as in trainer.gradient_clip_algorithm.
-        at: "output": the module and earlier modules get the clipped gradient. "input": only earlier modules get the
-            clipped gradient.
+        modules: Name patterns of modules.
+        limit: Largest 2-norm, or largest absolute value, of the gradient. Default: 1.
+        algorithm: "norm" limits the 2-norm, and "value" limits each absolute value. Default: norm.
+        at: "output": the matching module and modules before it in the forward get the clipped gradient. "input": only
+            modules before the matching module get the clipped gradient. Default: output.
     """
 
     needs = frozenset({"all_layers", "own_backward", "whole_outputs", "one_thread"})
@@ -62,14 +62,14 @@ class ClipModule(GradientTransform):
             )
 
     def around_forward(self, step: Step) -> None:
-        # Each rank has the gradient of the mean over its samples, and the run averages over ranks.
+        # Each rank computes the gradient of the mean loss over its samples. The run then averages gradients over ranks.
         self._ranks = step.world_size
         scale = self.loss_scale
         if not isinstance(scale, Tensor) and scale == 1.0:
             self._now = self.limit * self._ranks
             return
         if not isinstance(self._now, Tensor):
-            # A tensor, because a compiled network would be compiled again for each number.
+            # The limit is a tensor, because torch.compile would compile the network again for each new number.
             self._now = torch.zeros((), dtype=torch.float32, device=step.device)
         self._now.copy_(self.limit * self._ranks * torch.as_tensor(scale))
 

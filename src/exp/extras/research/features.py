@@ -1,4 +1,4 @@
-"""The hook `features`: the outputs of convolutions as pictures."""
+"""The hook `features`: draws the outputs of convolutions as pictures."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from exp.nested import tensors_in
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
-# Small maps are enlarged by whole pixels to about this length of the longer side.
+# Length of a picture's longer side in pixels. Small maps are enlarged by a whole factor to about this length.
 SIDE = 48
 
 
 class Features(Hook):
-    """Draws the feature maps of one sample as a grid of pictures, `features/<module>`.
+    """Hook that draws the feature maps of one sample as a grid of pictures, with the tag `features/<module>`.
 
     A feature map is one channel of a module's output `[B, C, H, W]`. The smallest value of a map is black, and the
-    largest white. The sample is the first of the first micro-batch of rank 0. If a module is called several times, the
-    first call is drawn.
+    largest value is white. The sample is the first one in the first micro-batch of rank 0. If a module is called
+    several times in a step, its first output is drawn.
 
     Args:
-        every_n_steps: Period in optimizer steps.
-        modules: Patterns of modules. Each pattern must match a module with an output `[B, C, H, W]`. `*` selects all
-            modules with such an output.
-        maps: Largest number of maps per module. The first channels are drawn.
+        every_n_steps: Period in optimizer steps. Default: 500.
+        modules: Name patterns of modules. Each pattern must match a module with an output `[B, C, H, W]`. `*` selects
+            all modules with such an output. Default: Conv2d.
+        maps: Largest number of maps per module. The first channels are drawn. Default: 16.
     """
 
     needs = frozenset({"whole_outputs", "all_layers", "one_thread"})
@@ -71,9 +71,12 @@ class Features(Hook):
 
 
 def picture(maps: Tensor) -> Image:
-    """Return feature maps `[C, H, W]` of one sample as a grid of pictures.
+    """Return a grid with one picture for each feature map of a sample.
 
     The values of each map are stretched to the range from black to white. Small maps are enlarged.
+
+    Args:
+        maps: Feature maps `[C, H, W]`.
     """
     factor = max(1, SIDE // max(maps.shape[1:]))
     stretched = Image.of(maps[:, None], stretched=True)
@@ -81,6 +84,6 @@ def picture(maps: Tensor) -> Image:
 
 
 def _maps_of(output: object) -> Tensor | None:
-    """Return the first tensor with four axes in a module's output; None without one."""
+    """Return the first real tensor with four axes in a module's output; None if the output has no such tensor."""
     fitting = (tensor for tensor in tensors_in(output) if tensor.dim() == 4 and not tensor.is_complex())
     return next(fitting, None)

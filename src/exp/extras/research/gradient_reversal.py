@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class GradientReversal(GradientTransform):
-    """Multiplies the gradient at modules by a negative weight, as in Ganin and Lempitsky 2015, arXiv:1409.7495.
+    """Hook that multiplies the gradient at modules by -lambda, as in Ganin and Lempitsky 2015, arXiv:1409.7495.
 
     The hook has the same effect as a gradient reversal layer of exp.functions.gradient_layers before each module.
 
     Args:
-        modules: Patterns of modules, such as the head that classifies domains.
-        weight: Factor of the reversed gradient, lambda in the paper. With a progressive schedule it is the limit of the
-            factor.
-        at: "input": only modules before the module get the reversed gradient. "output": the module gets it as well.
-        schedule: "constant", or "progressive" as in the paper: weight * (2 / (1 + exp(-10 * p)) - 1) for the completed
-            share p of the run's optimizer steps. The progressive factor is logged as `gradient_reversal/weight`.
+        modules: Name patterns of modules, such as the head that classifies domains.
+        weight: The factor lambda, at least 0. If the schedule is progressive, lambda increases towards this value.
+            Default: 1.
+        at: "input": only modules before the matching module in the forward get the reversed gradient. "output": the
+            matching module gets it as well. Default: input.
+        schedule: "constant": lambda is `weight` in all steps. "progressive": lambda is weight * (2 / (1 + exp(-10 * p))
+            - 1), as in the paper, and is logged as `gradient_reversal/weight`. p is the completed fraction of the run's
+            optimizer steps, from 0 to 1. Default: constant.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class GradientReversal(GradientTransform):
         if self.schedule == "progressive":
             parameter = next(network.parameters())
             dtype = at_least_float32(parameter.dtype)
-            # A tensor, because a compiled network would be compiled again for each number.
+            # Lambda is a tensor, because torch.compile would compile the network again for each new number.
             self._now = torch.zeros((), dtype=dtype, device=parameter.device)
         self._of_step = None
 

@@ -1,4 +1,4 @@
-"""Base class of hooks that change the gradient at a module and leave the forward unchanged."""
+"""Base class of hooks that change the gradient at modules and leave the values of the forward unchanged."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GradientTransform(Hook, ABC):
     The hook has no effect if gradients are disabled, as in an evaluation.
 
     Args:
-        modules: Patterns of modules, as in Hook. Unless `nests` is true, no matching module may contain another
+        modules: Name patterns of modules; see Hook. If `nests` is False, a matching module must not contain another
             matching module, because the gradient would change twice.
-        at: "input": earlier modules get the changed gradient, and the module the original gradient. "output": the
-            module and earlier modules get the changed gradient.
+        at: "input": modules before the matching module in the forward get the changed gradient, and the matching module
+            gets the original gradient. "output": the matching module and modules before it get the changed gradient.
     """
 
     transforms = True
@@ -43,7 +43,7 @@ class GradientTransform(Hook, ABC):
 
     @abstractmethod
     def change(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same values, through which the gradient is changed in the backward."""
+        """Return a tensor with the same values. The backward pass through the returned tensor changes the gradient."""
 
     def overrides(self, method: str) -> bool:
         if method in _METHOD_AT.values():
@@ -64,11 +64,11 @@ class GradientTransform(Hook, ABC):
         return map_tensors(values, lambda tensor: self.change(tensor) if tensor.requires_grad else tensor)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield the errors that all hooks check, and errors of nested modules and of modules without a gradient."""
+        """Yield the errors of the base class, of nested modules, and of modules through which no gradient flows."""
         yield from super().errors(planned)
         try:
             chosen = find_modules(planned.network, self.modules, key="")
-        except ConfigError:  # reported above
+        except ConfigError:  # super().errors has yielded this error
             return
         nested = [
             (outer, name)
@@ -84,7 +84,8 @@ class GradientTransform(Hook, ABC):
                 expected="modules that do not contain each other: the gradient would be changed twice",
                 fix=f"Name one of the two: hooks.{self.name}.modules=[{name}]",
             )
-        # Terms that differentiate with respect to the input need more gradients than the trace shows.
+        # The trace lacks gradients with respect to the inputs of the network, which some terms of the objective
+        # compute.
         for name, calls in planned.calls.items() if not planned.needs else ():
             if name in chosen and not self._has_gradient(calls[-1]):
                 reason = f"no gradient flows back through the {self.at} of {name or 'the network'}"

@@ -1,4 +1,4 @@
-"""The hook `per_sample_gradients`: norms of the gradients of single samples, and the gradient noise scale."""
+"""The hook `per_sample_gradients`: logs norms of the gradients of single samples, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
 
-# Largest factor of the loss of a sample. The factor keeps small gradients in the range of float16.
+# Largest factor by which the loss of a sample is multiplied, so that small gradients stay in the range of float16.
 LARGEST_FACTOR = 2.0**15
 
 
 class PerSampleGradients(Hook):
-    """Logs the 2-norms of the gradients of single samples, and the gradient noise scale.
+    """Hook that logs the 2-norms of the gradients of single samples, and the gradient noise scale.
 
-    The gradient of a sample is that of its objective with respect to all trained parameters. Its norm is logged as
-    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max` and the histogram `per_sample_gradients/norm`.
-    NoiseScale computes `per_sample_gradients/noise_scale`, `.../squared_norm` and `.../covariance_trace`. All values
-    cover all ranks and micro-batches.
+    The gradient of a sample is the gradient of the sample's loss with respect to all trained parameters. All values
+    cover all ranks and micro-batches:
 
-    Gradients are computed with torch.func.vmap. Dropout masks differ between samples. A step in which the hook runs
-    takes the time of 3 to 20 other steps, and memory for `chunk_size` gradients of the network.
+    `per_sample_gradients/norm_mean`, `per_sample_gradients/norm_max`: mean and maximum of the norms.
+    `per_sample_gradients/norm`: histogram of the norms.
+    `per_sample_gradients/noise_scale`, `.../squared_norm`, `.../covariance_trace`: estimates; see NoiseScale.
+
+    Gradients are computed with torch.func.vmap. Dropout masks differ between samples. A step with this hook takes 3 to
+    20 times as long as other steps, and needs memory for `chunk_size` gradients of the network.
 
     Args:
-        every_n_steps: Period in optimizer steps.
-        chunk_size: Number of samples whose gradients are computed at the same time.
-        smoothing: See NoiseScale.
+        every_n_steps: Period in optimizer steps. Default: 100.
+        chunk_size: Number of samples whose gradients are computed at the same time. Default: 8.
+        smoothing: See NoiseScale. Default: 0.9.
     """
 
     keeps_batches = True
@@ -73,7 +75,7 @@ class PerSampleGradients(Hook):
             yield self.error(key=key, got=f"{got} with hooks.{self.name}", expected=expected, fix=self.leave_out)
 
     def _reasons(self, planned: Blueprint) -> Iterator[tuple[str, str, str]]:
-        """Yield the key of the config, the value and the expected value of each error."""
+        """Yield a tuple for each error: the config key, the wrong value and the expected value."""
         if planned.needs:
             needs = f"an objective that needs {', '.join(sorted(planned.needs))}"
             yield "objective", needs, "terms of the values of one forward pass"
@@ -111,7 +113,7 @@ class PerSampleGradients(Hook):
             own = [self._norms(step, batch) for batch, _ in step.batches if batch.size]
         each = _of_all_ranks(torch.cat(own) if own else torch.zeros(0, device=step.device), step)
         sizes = [batch.global_size for batch, _ in step.batches]
-        # At the end of an epoch, a step may have fewer batches than the divisor of its gradient.
+        # The last step of an epoch may have fewer batches than step.accumulated, the divisor of its gradient.
         whole = whole * (step.accumulated / len(sizes))
         values: dict[str, Tensor | Panel] = {
             "per_sample_gradients/norm_mean": each.mean(),
@@ -141,10 +143,11 @@ class PerSampleGradients(Hook):
 
         place = None
         if any(isinstance(module, nn.RNNBase) for module in network.modules()):
-            # Cells of RNNs add values of the sample in place to values of weights, so that weights need the batch axis.
+            # RNN cells add values of the samples in place to values of the weights, so the weights also need a batch
+            # axis.
             learning, place = {name: one.expand(batch.size, *one.shape) for name, one in learning.items()}, 0
         tensors = [tensor.detach() for tensor in tensors_in(batch.data)]
-        # Autocast also for the backward: otherwise attention under vmap mixes dtypes (torch 2.13).
+        # Autocast must include the backward pass, because attention under vmap otherwise mixes dtypes (torch 2.13).
         with warnings.catch_warnings(), torch.no_grad(), step.autocast():
             # The warning is about operators without a vmap rule, which are called once per sample.
             warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -155,11 +158,11 @@ class PerSampleGradients(Hook):
 
 
 def _of_all_ranks(norms: Tensor, step: Step) -> Tensor:
-    """Return the norms of all ranks, `[B]`.
+    """Return the norms of the samples of all ranks, `[B]`.
 
     Args:
-        norms: Norms of this rank, `[b]`. The size b may differ between ranks.
-        step: The training step, which communicates between ranks.
+        norms: Norms of the samples of this rank, `[b]`. The size b may differ between ranks.
+        step: The training step. Its method `gather` collects tensors of all ranks.
     """
     counts = step.gather(torch.tensor([len(norms)], device=norms.device)).flatten().tolist()
     padded = nn.functional.pad(norms, (0, max(counts) - len(norms)), value=math.nan)
@@ -189,16 +192,18 @@ def _why_not_by_vmap(network: nn.Module, inputs: Mapping[str, Tensor]) -> str | 
 
 
 class NoiseScale:
-    """Estimates the gradient noise scale as in McCandlish et al. 2018, appendix A.1.
+    """Estimator of the gradient noise scale, as in McCandlish et al. 2018, appendix A.1.
 
-    The estimates compare gradients g_1 of single samples with the gradient g_B of a step of B samples:
+    G is the gradient of the expected loss, and S is the covariance matrix of the gradients of single samples. The noise
+    scale is tr(S) / |G|^2. The estimates compare gradients g_1 of single samples with the gradient g_B of a step of B
+    samples:
 
         |G|^2  estimated by (B |g_B|^2 - mean |g_1|^2) / (B - 1)
         tr(S)  estimated by (mean |g_1|^2 - |g_B|^2) / (1 - 1 / B)
 
-    Both estimates are unbiased, but the first may be negative in a single step. The noise scale tr(S) / |G|^2 would be
-    biased for a single step. As in the paper, it is therefore the quotient of running means. The running means restart
-    when a run is resumed.
+    Both estimates are unbiased. The estimate of |G|^2 may be negative in a single step. The quotient of the estimates
+    of a single step would be biased. Therefore the noise scale is the quotient of the running means of both estimates,
+    as in the paper. The running means restart when a run is resumed.
 
     Args:
         smoothing: Weight of the old value in the update of a running mean, from 0 to below 1.
@@ -214,14 +219,14 @@ class NoiseScale:
         Args:
             squares: Squared norms of the gradients of single samples, `[B]`.
             whole: Squared norm of the gradient of the step, 0-d.
-            sizes: Numbers of samples of the micro-batches. Micro-batches have equal weights in the gradient of the
+            sizes: Number of samples of each micro-batch. All micro-batches have the same weight in the gradient of the
                 step.
 
         Returns:
-            Values by name, 0-d; empty for a step with one sample. The noise scale is nan if the running mean of |G|^2
-            is not positive.
+            The values `squared_norm`, `covariance_trace` and `noise_scale`, 0-d. The mapping is empty if the step has
+            one sample. The noise scale is nan if the running mean of |G|^2 is not positive.
         """
-        # The effective number of samples of a mean of means.
+        # A mean over this number of samples has the same variance as the mean of the micro-batches' means.
         samples = len(sizes) ** 2 / sum(1 / size for size in sizes)
         if samples <= 1:
             return {}
@@ -233,7 +238,7 @@ class NoiseScale:
             self._means = now
         else:
             mean = self.smoothing * self._means + (1 - self.smoothing) * now
-            # A step that the loss scale skips has no gradient.
+            # The estimates are not finite in a step that the loss scaler skips. The running means ignore this step.
             self._means = torch.where(now.isfinite().all(), mean, self._means)
         scale = torch.where(self._means[0] > 0, self._means[1] / self._means[0], torch.nan)
         return {"squared_norm": squared_norm, "covariance_trace": trace, "noise_scale": scale}
@@ -245,7 +250,7 @@ def _call(network: nn.Module, state: dict[str, Tensor], *inputs: object, **named
 
 @contextmanager
 def _vmap_context(network: nn.Module) -> Iterator[None]:
-    """Preserve all random generators, and select kernels that torch.func.vmap supports, within the block."""
+    """Select attention kernels that torch.func.vmap supports, and restore all random generators after the block."""
     with preserve_generators(), ExitStack() as stack:
         devices = {parameter.device for parameter in network.parameters() if parameter.is_cuda}
         stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))

@@ -1,4 +1,4 @@
-"""The hook `retain_gradients`: norms of the gradients with respect to the outputs of modules."""
+"""The hook `retain_gradients`: logs norms of the gradients with respect to the outputs of modules."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ OUTPUT_NORM = "gradients/output_norm"
 
 
 class RetainGradients(Hook):
-    """Logs `gradients/output_norm`, the 2-norm of the gradient of the loss with respect to the outputs of modules.
+    """Hook that logs the 2-norm of the gradient of the loss with respect to the outputs of modules.
 
-    The norms are shown as a heat map of modules by steps, and written to table.csv of the run directory. With
-    `each_module` they are also logged as scalars, `gradients/output_norm/<module>`.
+    The norms have the tag `gradients/output_norm`. They are shown as a heat map of modules by steps, and written to
+    table.csv of the run directory. If `each_module` is true, they are also logged as scalars,
+    `gradients/output_norm/<module>`.
 
-    The loss is the mean over all ranks and micro-batches, without a loss scale. The norm is the square root of the sum
-    of squares over ranks, micro-batches, calls of the module and returned tensors. The gradient equals that of torch's
-    `retain_grad()`. A module without a gradient has no value in a step.
+    The loss is the mean over all ranks and micro-batches, without the factor of the loss scaler. The norm is the square
+    root of the sum of squares over ranks, micro-batches, calls of the module and returned tensors. The gradient equals
+    the one that torch's `retain_grad()` stores. If a module gets no gradient in a step, it has no value in this step.
 
     Args:
-        every_n_steps: Period in optimizer steps. "auto" chooses it from the length of the run.
-        each_module: Whether the norms are also logged as one scalar per module.
-        modules: Patterns of modules.
+        every_n_steps: Period in optimizer steps. "auto": the period depends on the length of the run. Default: auto.
+        each_module: Whether the norms are also logged as one scalar per module. Default: False.
+        modules: Name patterns of modules. Default: *, which selects all modules.
     """
 
     needs = frozenset({"whole_outputs", "all_layers"})
@@ -65,12 +66,12 @@ class RetainGradients(Hook):
             self._index = step.index
         if boundary == "forward":
             self._forwards.append({})
-        # Terms may compute other gradients in the forward.
+        # Gradients that a term of the objective computes before the backward pass are ignored.
         self._is_in_backward = boundary == "forward"
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> None:
         if self._is_in_backward:
-            # One append, because the devices of nn.DataParallel call from several threads.
+            # A single append is thread-safe. nn.DataParallel calls this method from one thread per device.
             norm: Tensor = torch.linalg.vector_norm(gradient, dtype=at_least_float32(gradient.dtype))
             self._forwards[-1].setdefault(name, []).append(norm)
 
@@ -81,7 +82,7 @@ class RetainGradients(Hook):
             found.setdefault(name, []).extend(norms)
         zero = torch.zeros((), device=step.device)
         totals = [get_total_norm(found[name]).to(step.device) if name in found else zero for name in self._names]
-        # Each rank has the gradient of the mean over its samples, and the run averages over ranks.
+        # Each rank computes the gradient of the mean loss over its samples. The run then averages gradients over ranks.
         whole = torch.stack(totals) / (step.world_size * self.loss_scale)
         whole = torch.linalg.vector_norm(step.gather(whole), dim=0)
         sizes = {name or WHOLE: size for name, size in zip(self._names, whole.unbind(), strict=True) if name in found}

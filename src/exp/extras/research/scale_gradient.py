@@ -14,12 +14,14 @@ from exp.functions.identities import scale_gradient
 
 
 class ScaleGradient(GradientTransform):
-    """Multiplies the gradient at modules by a factor.
+    """Hook that multiplies the gradient at modules by a factor.
 
     Args:
-        modules: Patterns of modules.
-        factor: Factor of the gradient. 0 stops learning, and a negative factor reverses it.
-        at: "output": the module and earlier modules get the scaled gradient. "input": only earlier modules get it.
+        modules: Name patterns of modules.
+        factor: Factor of the gradient. If it is 0, modules that get the scaled gradient do not learn. A negative factor
+            reverses the gradient. Default: 1.
+        at: "output": the matching module and modules before it in the forward get the scaled gradient. "input": only
+            modules before the matching module get the scaled gradient. Default: output.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Builds JSON schemas (draft 7) of train.yaml and of the options of each group, for editors.
+"""Builds JSON schemas (draft 7), with which editors complete and check config files.
 
-A schema accepts every config that exp's check accepts. For example, no key is required, because another file may set
-it. Every value may be an interpolation.
+One schema describes train.yaml. Each config group, such as `optimizer`, has a schema for its files. A schema accepts
+every config that exp's check accepts. No key is required, because another file may set the key. Every value may be an
+interpolation, such as `${name}`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from exp.errors import ExpError
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
-# An interpolation, or ??? for a value that must be set.
+# Text that contains an interpolation, or `???`, which marks a value that the user must set.
 INTERPOLATION: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 SIMPLE: Mapping[object, Schema] = {
     bool: {"type": "boolean"},
@@ -43,12 +44,12 @@ VALUE: Schema = {"$ref": "#/definitions/value"}
 
 
 class Schemas:
-    """Builds the schemas for the configs of one search path.
+    """Builder of the JSON schemas for the configs of one search path.
 
     Args:
-        targets: Dotted names of classes and functions that nodes may have as `_target_`. A node with another `_target_`
-            accepts all keys.
-        allow: Packages whose classes may be imported, as in security.allow.
+        targets: Dotted names of classes and functions that can be the `_target_` of a node. A node with another
+            `_target_` accepts all keys.
+        allow: Packages from which classes may be imported, as in security.allow.
     """
 
     def __init__(self, targets: Iterable[str], *, allow: Sequence[str] = ()) -> None:
@@ -57,7 +58,7 @@ class Schemas:
         self._targets = {name: target for name, target in found.items() if target is not None}
 
     def train(self) -> Schema:
-        """Return the schema of train.yaml and of files with the header `# @package _global_`."""
+        """Return the schema of train.yaml. Files with the header `# @package _global_` have the same schema."""
         body: Schema = {
             **fixed_keys(SCHEMA)["properties"],
             **{name: _or(self._node(slot_of(name)), NULL) for name in ("module", *NODES)},
@@ -68,7 +69,11 @@ class Schemas:
         return self._whole({"type": "object", "properties": body, "additionalProperties": False}, "train.yaml")
 
     def group(self, name: str) -> Schema:
-        """Return the schema of the files in a config group, such as optimizer."""
+        """Return the schema of the files in a config group.
+
+        Args:
+            name: Name of the group, such as `optimizer`.
+        """
         if name in COLLECTIONS:
             body = self._named_schema(slot_of(f"{name}.entry"))
         elif name == PHASES:
@@ -97,7 +102,11 @@ class Schemas:
         return {"$schema": DRAFT, "title": title, **body, "properties": properties, "definitions": definitions}
 
     def _named_schema(self, slot: Slot) -> Schema:
-        """Return the schema of a mapping from names to nodes of a slot."""
+        """Return the schema of a mapping that has names as keys and config nodes as values.
+
+        Args:
+            slot: Place of the nodes in the config, such as `hooks`.
+        """
         return {"type": "object", "additionalProperties": _or(self._node(slot))}
 
     def _phases(self) -> Schema:
@@ -112,17 +121,20 @@ class Schemas:
     # --- nodes with a _target_ ---
 
     def _node(self, slot: Slot) -> Schema:
-        """Return the schema of a node in a slot, which is a place in the config such as `optimizer`.
+        """Return the schema of a config node.
 
-        A node with a known `_target_` has the schema of the target. Other nodes may have the keys of all targets that
-        fit the slot.
+        If `_target_` of a node is a known class that fits the slot, only the parameters of that class are allowed.
+        Other nodes may have the parameters of all known classes that fit the slot.
+
+        Args:
+            slot: Place of the node in the config, such as `optimizer`.
         """
         bases = tuple(map(class_of, slot.bases))
         fitting = [name for name, one in self._targets.items() if inspect.isclass(one) and issubclass(one, bases)]
         known = {name: self._target(name, slot) for name in fitting}
         cases = []
         for name, one in known.items():
-            # A reference is enough if the slot adds no keys.
+            # A reference to the shared definition is enough if the slot adds no keys.
             is_plain = one == self._target(name, ANYWHERE)
             cases.append(_case(name, {"$ref": f"#/definitions/{name}"} if is_plain else one))
         properties: Schema = {"defaults": {}}  # the defaults list of a file with this node
@@ -133,7 +145,12 @@ class Schemas:
         return {"type": "object", "allOf": [*cases, {"if": {"not": NODE}, "then": open_node}]}
 
     def _target(self, name: str, slot: Slot) -> Schema:
-        """Return the schema of a node in a slot with a given `_target_`."""
+        """Return the schema of a config node with a given `_target_`.
+
+        Args:
+            name: Dotted name of the target.
+            slot: Place of the node in the config.
+        """
         target = self._targets[name]
         signature = signature_of(target)
         properties: Schema = {
@@ -148,12 +165,21 @@ class Schemas:
             "properties": {key: rule for key, rule in properties.items() if key not in slot.refused},
             "description": (inspect.getdoc(target) or "").strip().split("\n")[0][:200],
         }
-        # Keys next to the layers of a model may belong to the slot instead of the signature.
+        # A model with `layers` may have more keys than the signature of its class has parameters.
         is_open = signature.open or (slot.pattern == "model" and "layers" in properties)
         return found if is_open else {**found, "additionalProperties": False}
 
     def _keys_of_slot(self, slot: Slot, names: Iterable[str]) -> Schema:
-        """Return the schemas of the keys that exp reads in a slot, and of those keys in `names` with rules of exp."""
+        """Return the schemas of those keys of a node for which exp has rules.
+
+        Args:
+            slot: Place of the node in the config.
+            names: Keys of the node that are parameters of classes.
+
+        Returns:
+            Schemas by key. The keys are those that exp itself reads in the slot, and keys in `names` with a rule of
+            exp.
+        """
         rules = {name: VALUES.get(f"{slot.pattern}.{name}") for name in {*names, *slot.reserved}}
         found = {name: _or(annotation_schema(rule)) for name, rule in rules.items() if rule is not None}
         return {**dict.fromkeys(slot.reserved, VALUE), **found}
@@ -161,7 +187,7 @@ class Schemas:
     def _value(self) -> Schema:
         """Return the schema of an arbitrary value.
 
-        Nodes inside the value with a known `_target_` have the schema of the target.
+        If a node inside the value has a known `_target_`, the schema of that target applies to the node.
         """
         cases = [_case(name, {"$ref": f"#/definitions/{name}"}) for name in self._targets]
         inner: Schema = {"if": {"not": NODE}, "then": {"additionalProperties": VALUE}}
@@ -172,7 +198,7 @@ def fixed_keys(keys: Mapping[str, object]) -> Schema:
     """Return the schema of a mapping that allows only the given keys.
 
     Args:
-        keys: Rules by key, in the format of `exp.config.settings.SCHEMA`.
+        keys: Rule of each key, in the format of `exp.config.settings.SCHEMA`.
     """
     properties = {
         name: _or(fixed_keys(rule))
@@ -184,13 +210,14 @@ def fixed_keys(keys: Mapping[str, object]) -> Schema:
 
 
 def annotation_schema(annotation: object, default: object = EMPTY) -> Schema:
-    """Return the schema of a type annotation; {} if it accepts all values.
+    """Return the schema of a type annotation. The schema is {} if all values are accepted.
 
-    Bounds of numbers, and the types of entries in containers, are left to exp's check.
+    The schema does not limit the size of numbers or the types of entries in containers. exp's check reports such
+    errors.
 
     Args:
         annotation: The type annotation of a parameter.
-        default: Default of the parameter, whose type is used without an annotation.
+        default: Default value of the parameter. If the parameter has no annotation, the type of the default is used.
     """
     if annotation is EMPTY:
         is_plain = isinstance(default, bool | int | float | str)
@@ -217,7 +244,7 @@ def _parameter(one: Parameter, slot: Slot) -> Schema:
 
 
 def _or(*kinds: Schema) -> Schema:
-    """Return the schema that accepts an interpolation and every value that one of the given schemas accepts."""
+    """Return a schema that accepts interpolations, and all values that at least one of the given schemas accepts."""
     return {"anyOf": [*kinds, {"$ref": "#/definitions/interpolation"}]} if {} not in kinds else {}
 
 

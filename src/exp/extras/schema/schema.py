@@ -1,9 +1,10 @@
-"""python -m exp.schema: writes JSON schemas with which editors complete and check the YAML of configs.
+"""python -m exp.schema: writes JSON schemas, with which editors complete and check config files.
 
-    python -m exp.schema                  .exp/schema/*.json, and the text for .vscode/settings.json
-    python -m exp.schema --allow mine     with the classes of a package, which is imported
+    python -m exp.schema                  writes .exp/schema/*.json, and prints the text for .vscode/settings.json
+    python -m exp.schema --allow mine     also imports the package `mine`, so that its classes are completed
 
-The schemas have the keys of exp, the parameters of the classes of torch and exp, and the classes of your ./conf.
+The schemas contain the config keys of exp, the parameters of classes of torch and exp, and the classes that ./conf
+names.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from exp.files import write_atomic
 from exp.output import exit_status
 
 FOLDER = Path(".exp", "schema")
-# Editors complete the classes of these modules even if no YAML file uses them.
+# Editors complete the classes of these modules even if no YAML file names the classes.
 LIBRARIES = ("torch.optim", "torch.optim.lr_scheduler", "torch.nn")
-# Groups whose files set keys of the whole config.
+# Groups with files that may set any key of the config. The files of other groups set only the keys of the group.
 WHOLE = ("experiment", "debug", "local")
 GROUPS = tuple(group for group in (*ONE, *MANY, *AXIS) if group not in ("sweep", *WHOLE))
 
@@ -34,11 +35,11 @@ def main(argv: Sequence[str] | None = None, *, libraries: Sequence[str] = LIBRAR
     """Write the schemas, and print the settings for VS Code.
 
     Args:
-        argv: The command line. None: sys.argv.
-        libraries: Modules with classes that editors complete even if no YAML file uses them.
+        argv: Arguments of the command line. None: sys.argv without the program.
+        libraries: Modules with classes that editors complete even if no YAML file names the classes.
 
     Returns:
-        0; 1 if the schemas cannot be written.
+        Exit status: 0, or 1 if the schemas cannot be written.
     """
     return exit_status(lambda: _command(sys.argv[1:] if argv is None else argv, libraries))
 
@@ -63,8 +64,16 @@ def _command(argv: Sequence[str], libraries: Sequence[str]) -> int:
 
 
 def make_schemas(*, allow: Sequence[str] = (), libraries: Sequence[str] = LIBRARIES) -> dict[str, dict[str, object]]:
-    """Return the schemas for this working directory by name: "train" and the names of all groups."""
-    from exp.extras.schema.json_schema import Schemas  # which imports torch
+    """Return the schemas for the configs of the working directory.
+
+    Args:
+        allow: Packages from which classes may be imported, as in security.allow.
+        libraries: Modules with classes that editors complete even if no YAML file names the classes.
+
+    Returns:
+        Schemas by name. The names are "train" for train.yaml, and the names of all config groups.
+    """
+    from exp.extras.schema.json_schema import Schemas  # imported here, because the module imports torch
 
     schemas = Schemas([*_named_targets(), *_library_targets(libraries)], allow=allow)
     return {"train": schemas.train(), **{group: schemas.group(group) for group in GROUPS}}
@@ -95,7 +104,11 @@ def _library_targets(libraries: Sequence[str]) -> Iterator[str]:
 
 
 def settings() -> dict[str, list[str]]:
-    """Return the setting `yaml.schemas` of VS Code: the path patterns of YAML files, by path of the schema."""
+    """Return the VS Code setting `yaml.schemas`.
+
+    Returns:
+        Path patterns of YAML files, by path of the schema that applies to the files.
+    """
     files = {group: [f"conf/{group}/**/*.yaml"] for group in GROUPS}
     files["train"] = ["conf/*.yaml", *(f"conf/{group}/**/*.yaml" for group in WHOLE)]
     return {f"./{FOLDER.as_posix()}/{name}.json": globs for name, globs in files.items()}

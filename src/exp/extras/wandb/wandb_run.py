@@ -1,4 +1,7 @@
-"""+logger=wandb: Lightning's WandbLogger, offline by default, with one W&B run for all resumes."""
+"""The logger of `+logger=wandb`: Lightning's WandbLogger, offline by default.
+
+A resumed run continues the same W&B run.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,18 @@ _NOTE_SECONDS = 5.0
 
 
 class WandbLogger(RunLogger, LightningWandbLogger):
-    """Logger that writes config, values, histograms, images and texts to a run of W&B, with the tags of TensorBoard.
+    """Logger that writes config, values, histograms, images and texts to a run of W&B.
 
-    The x axis is trainer/global_step, as in Lightning's logger, because W&B's own step counts rows. A resumed run
-    continues the same W&B run. Steps that were already logged are skipped, because their values are equal.
+    The tags are the same as in TensorBoard. The x axis is trainer/global_step, as in Lightning's logger, because W&B's
+    step counts rows instead of optimizer steps. A resumed run continues the same W&B run. The logger skips steps that
+    were already logged, because their values are equal.
 
     Args:
-        directory: Run directory, set by build.py. W&B writes to its folder `wandb/`, which `wandb sync` uploads.
-        project: Name of the project in W&B.
+        directory: Run directory. exp sets this argument. W&B writes to the folder `wandb/` in this directory, and
+            `wandb sync` uploads that folder.
+        project: Name of the project in W&B. Default: exp.
         entity: User or team in W&B. None: the default of the account.
-        offline: Whether data are only written to this machine.
+        offline: Whether data are written only to this machine and not uploaded. Default: True.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             version=self._notes.values.get("id") or uuid.uuid4().hex[:12],
             project=project,
             entity=entity,
-            # Lightning's `offline` would also set the environment for later runs of this process.
+            # Lightning's argument `offline` would also change environment variables, which later runs of this process
+            # read.
             mode="offline" if offline else "online",
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -65,7 +71,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Log values, unless the step was logged before.
+        """Log values. Steps that were logged before the run was resumed are skipped.
 
         Args:
             metrics: Values by tag.
@@ -86,11 +92,11 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Do nothing, because W&B cannot remove rows. `log_metrics` skips steps that exist."""
+        """Do nothing, because W&B cannot remove rows. `log_metrics` skips steps that W&B already contains."""
 
     @rank_zero_only
     def save(self) -> None:
-        """Save the number of the last logged step. The process of W&B writes the rows."""
+        """Save the number of the last logged step. W&B writes the values in a separate process."""
         self._noted = time.time()
         self._notes.keep(step=self._last_step)
 

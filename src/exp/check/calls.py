@@ -1,4 +1,8 @@
-"""The check of how losses and metrics are called: with an output and a target, or with values that `inputs` names."""
+"""The check that a training step can call each loss and metric.
+
+A step passes an output and a target by position. If the config of a loss or metric has `inputs`, a step passes the
+values that `inputs` lists, by parameter name.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ def call_error(
     inputs: Iterable[str] | None = None,
     what: str = "loss",
 ) -> ErrorDetails | None:
-    """Return the error of a loss or metric if a training step cannot call it. Return None if the call is possible.
+    """Return the error of a loss or metric that a training step cannot call. Otherwise return None.
 
     Args:
-        function: Method that a step calls.
-        name: Name of the class.
-        given: Names of the values passed by position. With `inputs`, names of further values passed by name.
-        key: Key of the loss or metric.
-        node: Key of the node that may have `inputs`. None if `inputs` is not possible.
-        inputs: Names of the parameters in the config's `inputs`. None without `inputs`.
-        what: Noun for messages. Default: loss.
+        function: Method that a step calls: `forward` of a loss, or `update` of a metric.
+        name: Class name of the loss or metric, for the message.
+        given: Names of the values that every step passes: by name if the config has `inputs`, otherwise by position.
+        key: Config key of the loss or metric.
+        node: Config key of the node in which `inputs` is valid. None if the loss or metric does not support `inputs`.
+        inputs: Parameter names in the `inputs` of the config. None if the config has no `inputs`.
+        what: Noun for the message, loss or metric. Default: loss.
     """
     signature = inspect.signature(function)
     known, named = list(signature.parameters), list(inputs or ())

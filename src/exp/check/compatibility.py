@@ -1,12 +1,13 @@
-"""The compatibility of the parts of a run.
+"""The compatibility of the parts of a run, such as its strategy, hooks, callbacks and optimizer.
 
-Parts declare needs, a run has traits, and a table says which exclude each other.
+A hook, a callback or an optimizer has needs. A strategy has traits. The table EXCLUDED lists the traits and the
+switches of a run, such as runtime.compile, that exclude each need.
 
     needs of a hook                       declared by its class and its methods (hooks/declarations.py)
     needs of a callback, an optimizer     derived from its class, not from its name
     traits of a strategy                  attributes of the strategy (strategies/strategy.py)
 
-Checks that depend on more than a need and a trait are methods of a part: `Hook.errors` and `Strategy.errors`.
+Some checks depend on more than one need and one trait. These checks are methods: `Hook.errors` and `Strategy.errors`.
 docs/make_compatibility.py generates the compatibility page of the site from this table.
 """
 
@@ -25,7 +26,7 @@ from exp.precision.words import HALF, WORDS
 from exp.spelling import among, did_you_mean
 from exp.strategies.strategy import Blueprint, averages_weights
 
-# Callbacks that no run supports, each with the reason and an alternative.
+# Callbacks that no run supports. Each has the reason and an alternative.
 REFUSED: Mapping[type[Callback], tuple[str, str]] = {
     callbacks.LearningRateFinder: (
         "which trains the network before the run starts, and restores only a part of the state afterwards",
@@ -66,7 +67,7 @@ REFUSED: Mapping[type[Callback], tuple[str, str]] = {
         "hooks=[samples] shows outputs of the network in validation",
     ),
 }
-# Optimizers that need whole weights, with the reason.
+# Optimizers that need whole weights instead of shards. Each has the reason.
 WHOLE: Mapping[type[optim.Optimizer], str] = {
     optim.LBFGS: "it computes one search direction for all weights together",
     optim.Adafactor: "it stores sums over whole rows and columns of a weight",
@@ -93,7 +94,7 @@ NEEDS: Mapping[str, str] = {
     "lasting_writes": "a layer with max_norm changes its weight in its forward",
 }
 _SHARDS = ("shards_parameters", "splits_tensors", "owns_step")
-# For each need, the traits of strategies and the switches of a run that exclude it.
+# For each need, the traits of strategies and the switches of a run that exclude this need.
 EXCLUDED: Mapping[str, Sequence[str]] = {
     "own_backward": ("owns_step",),
     "whole_parameters": (*_SHARDS, "splits_layers"),
@@ -130,7 +131,7 @@ EXCLUDED: Mapping[str, Sequence[str]] = {
     "whole_module": (*_SHARDS, "splits_layers", "splits_devices", "replicates_in_threads"),
     "lasting_writes": (*_SHARDS, "splits_layers", "replicates_in_threads", "ranks"),
 }
-# For each trait or switch, the reason why it excludes needs.
+# For each trait or switch, the reason why the trait or switch excludes needs.
 REASONS: Mapping[str, str] = {
     "shards_parameters": "each rank stores only a part of each weight and gradient",
     "splits_tensors": "each rank stores only a part of each weight, and computes only a part of each output",
@@ -151,14 +152,14 @@ REASONS: Mapping[str, str] = {
 
 
 class Part(NamedTuple):
-    """A part of a run with its needs.
+    """A part of a run, such as a hook or an optimizer, and its needs.
 
     Attributes:
-        key: Key of the part in the config.
-        named: Description of the part, which begins a message.
-        needs: Needs of the part: keys of NEEDS.
-        fix: Fix in a message. `{switch}` stands for the key that excludes the need. Default: no fix.
-        more: Text appended to the expected value in a message.
+        key: Config key of the part.
+        named: Description of the part at the start of an error message.
+        needs: Needs of the part, which are keys of NEEDS.
+        fix: Fix in an error message. The config key that excludes the need replaces `{switch}`. Default: no fix.
+        more: Text after the expected value in an error message. Default: no text.
     """
 
     key: str
@@ -169,7 +170,12 @@ class Part(NamedTuple):
 
 
 def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[ErrorDetails]:
-    """Yield an error for each part and each trait or switch of the run that excludes a need of the part."""
+    """Yield an error for each unknown need, and for each need that a trait or switch of the run excludes.
+
+    Args:
+        parts: Parts of the run.
+        planned: Description of the run.
+    """
     present = conditions(planned)
     for part in parts:
         for word in sorted(set(part.needs) - NEEDS.keys()):
@@ -187,7 +193,11 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
 
 
 def conditions(planned: Blueprint) -> Mapping[str, str]:
-    """Return the traits and switches of this run that may exclude a need, each with the override that causes it."""
+    """Return the traits and switches of a run that may exclude a need.
+
+    Returns:
+        For each trait or switch, the override that sets it, such as `runtime.compile=true`.
+    """
     settings, placement, word = planned.settings, planned.placement, WORDS[planned.precision]
     strategy, precision = f"strategy={settings.strategy['name']}", f"precision={planned.precision}"
     stages, count = settings.strategy.get("pipeline"), settings.trainer.accumulate_grad_batches
@@ -195,7 +205,7 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
     if "splits_layers" in found and isinstance(stages, int):
         found["splits_layers"] = f"strategy.pipeline={stages}"
     if placement.world_size == 1 and placement.layers == 1:
-        found.pop("steps_once", None)  # one rank averages no gradients
+        found.pop("steps_once", None)  # a single rank averages no gradients, so it may run several backward passes
     switches = {
         "half": (word.compute in HALF, precision),
         "float8": (word.float8, precision),
@@ -209,10 +219,10 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
 
 
 def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> Iterator[ErrorDetails]:
-    """Yield the errors of callbacks that no run supports.
+    """Yield the errors of callbacks that no run supports, and of progress bars that are disabled or not the first.
 
     Args:
-        kinds: Class of each callback, by name.
+        kinds: Class of each callback, by the callback's name in the config.
         shows_bar: Value of trainer.enable_progress_bar.
     """
     bars = [name for name, kind in kinds.items() if issubclass(kind, callbacks.ProgressBar)]
@@ -244,7 +254,10 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
 
 
 def other_parts(planned: Blueprint) -> Iterator[Part]:
-    """Yield a Part for each other part with needs: terms, phases, compilation, callbacks, optimizers."""
+    """Yield a Part for each part of a run that has needs and is not a hook.
+
+    Examples are terms of the objective, phases, torch.compile, callbacks and optimizers.
+    """
     settings, ddp = planned.settings, "Write strategy=ddp"
     unmet, weighed = planned.needs - planned.meets, ", ".join(planned.weighed)
     if unmet:
@@ -269,7 +282,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield Part("runtime.compile", "true", ["one_program"], ddp)
     if settings.lora.layers:
         yield Part("lora.layers", "LoRA", ["whole_weights"], "Write strategy=ddp or fsdp, without precision=fp8")
-    if any(settings.freeze.unfreeze):  # only epochs above 0 change the frozen parameters in the run
+    if any(settings.freeze.unfreeze):  # epoch 0 is the start of the run, so it changes nothing later
         named = f"unfreezing in the epochs {among(map(str, settings.freeze.unfreeze))}"
         yield Part("freeze.unfreeze", named, ["other_parameters"], "Freeze for the whole run, or change {switch}")
     if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:
@@ -279,7 +292,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield from _callback_parts(name, callback)
     for kind in planned.optimizers:
         needs = [*(["all_parameters"] if issubclass(kind, optim.LBFGS) else []), "whole_tensors"]
-        # The other optimizers of torch update each number of a weight separately. A subclass may not.
+        # The other optimizers of torch update each number of a weight separately. A subclass may read whole weights.
         if kind in WHOLE or not kind.__module__.startswith("torch.optim."):
             why = next((WHOLE[base] for base in WHOLE if issubclass(kind, base)), UNKNOWN)
             yield Part("optimizer._target_", f"{kind.__name__} ({why})", needs, ddp)

@@ -1,7 +1,7 @@
-"""The comparison of a config with the checkpoint from which it resumes.
+"""The comparison of a run's config with the checkpoint from which the run resumes.
 
-The model and the values of the optimizer must be equal. Other values that change the numbers of steps may differ, and a
-note names them.
+The values of the model and the optimizer must be equal. Other values that change the results of later steps may differ,
+and a note lists these values.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from exp.engine.checkpointing import CONFIG, POSITION
 from exp.errors import ErrorDetails, invalid_value, unsuitable
 from exp.spelling import among, show
 
-# Last parts of keys that change neither the state nor a step: kernels of an optimizer, and loading of batches.
+# Last words of dotted keys that are not compared. They select kernels of an optimizer or configure data loading, so
+# they change neither the state of a run nor the result of a step.
 INCIDENTAL = (
     "fused", "foreach", "monitor",
     "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
 )  # fmt: skip
 SHOWN = 3
-# Parts of the optimizer on which its state depends.
+# Keys that determine the structure of the optimizer state.
 OPTIMIZER_ITSELF = ("optimizer._target_", "optimizer.groups", "optimizer.exempt_from_decay")
 LIGHTNING = "pytorch-lightning_version"
 RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -49,7 +50,7 @@ HELD: Mapping[str, Callable[[Any], bool]] = {
     POSITION: lambda held: isinstance(held, dict) and isinstance(held.get("epoch"), int),
     LIGHTNING: lambda held: isinstance(held, str) and RELEASE.match(held) is not None,
 }
-# Keys that change the numbers of later steps. A change of these keys is allowed and reported as a note.
+# Keys that change the results of later steps. Their values may differ, and a note reports each difference.
 NUMERIC = (
     "precision",
     "strategy",
@@ -65,14 +66,14 @@ NUMERIC = (
 )
 # Keys that decide which samples are in a batch.
 BATCHES = ("data.batch_size", "data.batch_sampler", "data.drop_last")
-# Nodes that determine the parameters of an optimizer, with their default values. These nodes must not change.
+# Nodes of the config that decide which parameters the optimizer has, with their defaults. They must not change.
 NOTHING: Mapping[str, object] = {
     "phases": {},
     "freeze": {"parameters": [], "batch_norm": "train", "unfreeze": {}},
     "module": None,
     "lora": {"layers": [], "rank": 8, "alpha": None, "trained": []},
 }
-# A fused optimizer steps wrongly if its state has another memory format than the weights (torch 2.13).
+# A fused optimizer computes wrong steps if its state and the weights have different memory formats (torch 2.13).
 MEMORY = ("runtime.channels_last",)
 # Keys that are not compared, because they do not change a step or repeat another key.
 BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
@@ -80,11 +81,11 @@ BESIDE = ("precision.scaler.enabled", "strategy.verify", "strategy._target_")
 
 @dataclass(frozen=True, kw_only=True)
 class Resuming:
-    """The result of a comparison with a checkpoint.
+    """The differences between a config and the checkpoint from which a run resumes.
 
     Attributes:
-        errors: Differences that prevent a resume.
-        notes: Differences that may change the steps after the resume.
+        errors: Differences that prevent a resume. Default: no differences.
+        notes: Allowed differences that may change the results of later steps. Default: no differences.
     """
 
     errors: tuple[ErrorDetails, ...] = ()
@@ -98,16 +99,17 @@ def examine_resume(
     prefix: str = "network.",
     is_fork: bool = False,
 ) -> Resuming:
-    """Compare a config with the checkpoint in its `resume`.
+    """Return the differences between a config and the checkpoint at its key `resume`.
 
-    A checkpoint of another program has no config and is not compared. Such a checkpoint can only be evaluated, and the
-    engine reports an error otherwise.
+    A checkpoint that another program wrote contains no config, so there is no comparison. A run can evaluate such a
+    checkpoint. If the run trains, the engine raises an error.
 
     Args:
-        config: Config as plain values, interpolations resolved.
-        network: Network of the config on the meta device. None if it could not be built.
-        prefix: Prefix of network parameters in a checkpoint.
-        is_fork: Whether optimizer values may differ, because exp.fork writes them into the optimizer state.
+        config: Config as plain values, with resolved interpolations.
+        network: Network of the config on the meta device. None if the network could not be built.
+        prefix: Prefix of the names of network parameters in the checkpoint. Default: `network.`.
+        is_fork: Whether optimizer values may differ, because exp.fork changes them in the optimizer state. Default:
+            false.
 
     Raises:
         RunError: The file is damaged.
@@ -138,7 +140,12 @@ def examine_resume(
 
 
 def _damage(checkpoint: Mapping[str, object], saved: object) -> str:
-    """Return the reason why no run can resume from a checkpoint. Return "" if its entries are complete."""
+    """Return the reason why a checkpoint is damaged. Return "" if the checkpoint is complete.
+
+    Args:
+        checkpoint: Entries of the checkpoint.
+        saved: Config in the checkpoint. None if the checkpoint contains no valid config.
+    """
     if LIGHTNING not in checkpoint:
         return f"which contains {among(checkpoint)}, but no {LIGHTNING}"
     wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
@@ -147,7 +154,7 @@ def _damage(checkpoint: Mapping[str, object], saved: object) -> str:
 
 
 def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
-    """Yield the error of a checkpoint that a newer release of Lightning wrote."""
+    """Yield an error if the release of Lightning that wrote the checkpoint is newer than the installed release."""
     found, own = RELEASE.match(written), RELEASE.match(lightning.__version__)
     if found and own and tuple(map(int, found.groups())) > tuple(map(int, own.groups())):
         expected = f"a checkpoint of the installed Lightning {lightning.__version__} or an older release"
@@ -156,7 +163,7 @@ def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
 
 
 def _saved_config(text: object) -> dict[str, Any] | None:
-    """Return the config in a checkpoint. Return None if the text is not a config."""
+    """Return the config that a checkpoint contains as YAML text. Return None if the text is not a config."""
     try:
         saved = yaml.safe_load(text) if isinstance(text, str) else None
     except yaml.YAMLError:
@@ -171,7 +178,7 @@ def _saved_config(text: object) -> dict[str, Any] | None:
 def _other_weights(
     weights: Mapping[str, Any], network: nn.Module, path: Path, *, prefix: str
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of network parameters that the checkpoint lacks, or stores in another shape.
+    """Yield an error if a parameter of the network is missing or has another shape in the checkpoint.
 
     Buffers are not compared, because a forward may change their shape.
     """
@@ -194,14 +201,14 @@ def _other_values(
     *,
     below: Sequence[str] | None = None,
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of a node with changed values.
+    """Yield an error if a top-level node of the config differs from the node in the checkpoint.
 
     Args:
         before: Config in the checkpoint.
         config: Config of the run.
-        node: Top-level key to compare.
+        node: Key of the node, such as `model`.
         path: Path of the checkpoint.
-        below: Keys in the node that must not change. None compares all keys.
+        below: Keys in the node to compare. None (default) compares all keys of the node.
     """
     told = _differences(_leaves(before[node], node), _leaves(config[node], node), below or (node,))
     if told:
@@ -215,12 +222,12 @@ def _other_values(
 
 
 def _differences(saved: Mapping[str, object], now: Mapping[str, object], below: Sequence[str]) -> str:
-    """Return a text that lists the first changed keys with both values. Return "" if no key changed.
+    """Return a text with the first changed keys and their values before and now. Return "" if no key changed.
 
     Args:
         saved: Values in the checkpoint by dotted key.
         now: Values of the run by dotted key.
-        below: Keys to compare, including all keys below them.
+        below: Keys to compare. All keys inside these keys are also compared.
     """
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
@@ -232,7 +239,11 @@ def _differences(saved: Mapping[str, object], now: Mapping[str, object], below: 
 def _other_positions(
     before: Mapping[str, Any], config: Mapping[str, Any], position: Mapping[str, Any], path: Path
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of too few epochs, and of other batches if the checkpoint is in the middle of an epoch."""
+    """Yield the errors of a run that cannot continue from the training position in the checkpoint.
+
+    trainer.max_epochs must be at least the number of completed epochs. In the middle of an epoch, the batches must not
+    change.
+    """
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
         fix = f"The key counts all epochs of the run: trainer.max_epochs={done + most} trains {most} more epochs"
@@ -250,9 +261,9 @@ def _other_positions(
 
 
 def _whole(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return a config with the defaults of its classes and phases.
+    """Return a config in which missing keys have the defaults of their classes and phases.
 
-    A value that equals a default is then not a difference.
+    Two configs are therefore equal if only one of them states a default.
     """
     phases = {name: whole_phase(phase) for name, phase in config["phases"].items()}
     allow = config["security"]["allow"] if "security" in config else []
@@ -260,9 +271,10 @@ def _whole(config: Mapping[str, Any]) -> dict[str, object]:
 
 
 def changed_values(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return the dotted keys with different values, each with the value before and now.
+    """Return the dotted keys with different values in two configs.
 
-    None stands for a missing key.
+    Returns:
+        For each key, the value in `before` and the value in `now`. None stands for a missing key.
     """
     was, found = (_leaves(_whole(as_before(one)), "") for one in (before, now))
     keys = [key for key in {**was, **found} if not are_same(was.get(key), found.get(key))]
@@ -270,7 +282,7 @@ def changed_values(before: Mapping[str, object], now: Mapping[str, object]) -> d
 
 
 def _leaves(node: object, key: str) -> dict[str, object]:
-    """Return all values of a node that are not mappings, by dotted key."""
+    """Return the values inside a node by dotted key. Nested mappings are flattened."""
     if isinstance(node, Mapping) and node:
         below = [_leaves(value, f"{key}.{name}" if key else name) for name, value in node.items()]
         return {name: value for part in below for name, value in part.items()}

@@ -1,8 +1,8 @@
 """The complete check of a config, as a list of stages in a fixed order.
 
-Each stage declares the keys that it reads and the stages that it needs. `resolve` finds the errors of values, keys,
-rules, targets and parameters. The stages below then compute the parts of the plan one by one. A stage is skipped if a
-key that it reads has an error, or if a stage that it needs found an error.
+Each stage declares the config keys that it reads, and the earlier stages that it needs. First, `resolve` of
+exp.check.resolution finds the errors of values, keys, rules and targets. After that, the stages in this module compute
+the parts of the plan. A stage is skipped if one of its keys has an error, or if an earlier stage that it needs failed.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ OPTIMIZATION_KEYS = ("optimizer", "scheduler", "trainer")
 SHAPE_KEYS = (
     "module", "model", "data", "objective", "phases", "metrics", "seed", "security", "initialisation", "freeze", "lora",
 )  # fmt: skip
-# Keys with values that a strategy may not support, and keys that a hook may not support.
+# Keys that the check of a strategy reads, and keys that the check of a hook reads.
 STRATEGY_KEYS = ("callbacks", "hooks", "metrics", "objective", "phases", "precision", "runtime", "trainer")
 KEYS_OF_HOOKS = ("data", "optimizer", "phases", "precision", "runtime", "strategy", "trainer")
 # Top-level keys that contain only numbers of the optimizer and its schedule.
 NUMBERS = ("optimizer", "scheduler")
+# Number of steps or epochs of a run without a limit, for schedules.
 ANY_LENGTH = 1_000_000_000
-# Values that Lightning's Trainer uses for null.
+# Defaults of Lightning's Trainer for arguments that are null in the config.
 LENGTHS = {
     "max_epochs": None,
     "limit_train_batches": 1.0,
@@ -92,9 +93,11 @@ class Check:
         decided: Plan of the run. If the check finds no error, all parts of the plan are computed.
         settings: Config as typed objects.
         found: Errors found so far.
-        passed: Names of the stages that found no error. Also `model` or `module`, whichever the config trains.
-        matching: Result of the stage `weights`.
-        resuming: Result of the stage `resume`.
+        hidden: Errors that cause stages to be skipped, namely each stage that reads a key with such an error.
+        passed: Names of the stages that found no error. The set also contains `module` if the config trains a user's
+            LightningModule, and otherwise `model`.
+        matching: Match of the network's parameters with the weights in `weights.from`. The stage `weights` sets it.
+        resuming: Differences from the checkpoint in `resume`. The stage `resume` sets them.
     """
 
     def __init__(self, plan: Plan, *, passed: Iterable[str] = ()) -> None:
@@ -106,7 +109,7 @@ class Check:
         self.resuming = Resuming()
 
     def run(self, stages: Iterable[Stage]) -> None:
-        """Run the stages. Skip each stage with missing requirements."""
+        """Run the stages and collect their errors. Skip a stage if a stage or a key that it needs has an error."""
         for stage in stages:
             if not self.passed.issuperset(stage.needs) or not self.knows(stage.keys):
                 continue
@@ -123,7 +126,7 @@ class Check:
                 self.hidden = tuple(self.found)
 
     def knows(self, keys: Sequence[str]) -> bool:
-        """Return whether these top-level keys have no error and no value that is unknown because of an error."""
+        """Return whether all values of these top-level keys are known and have no error."""
         return not concern_keys(self.hidden, keys) and not any(
             value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
             for value in (self.decided.plain[key] for key in keys)
@@ -131,13 +134,13 @@ class Check:
 
     @property
     def network(self) -> nn.Module:
-        """The network. Only stages that need the stage `network` may read this property."""
+        """The network on the meta device. It exists only after the stage `network` has passed."""
         assert self.decided.network is not None
         return self.decided.network
 
     @functools.cached_property
     def blueprint(self) -> Blueprint:
-        """Description of the run for hooks and strategies."""
+        """Description of the run that hooks and strategies check."""
         plan, settings, strategy = self.decided, self.settings, self.decided.strategy
         objective = plan.objective if plan.own is None else None
         phases = {name: phase["optimizer"] for name, phase in settings.phases.items() if phase.get("optimizer")}
@@ -159,11 +162,11 @@ class Check:
 
     @functools.cached_property
     def errors(self) -> tuple[ErrorDetails, ...]:
-        """All errors, each with the file that caused it. Read this property after all stages have run."""
+        """All errors, each with its file and line. The list is cached, so read it only after all stages have run."""
         return tuple(locate_errors(self.decided.resolved.config, unique_errors(self.found)))
 
     def plan(self) -> Plan:
-        """Return the plan.
+        """Return the plan of the run.
 
         Raises:
             ConfigError: The config has errors. The exception lists all of them.
@@ -173,7 +176,10 @@ class Check:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Remarks that are not errors: unchecked parts, settings that train badly, and changes of a resumed run."""
+        """Remarks that are not errors.
+
+        They report parts that were not checked, settings that train badly, and changes in a resumed run.
+        """
         decided, settings = self.decided, self.decided.settings
         if decided.own is not None:
             return (*decided.resolved.notes, *module_notes(decided.own), *self.resuming.notes)
@@ -188,7 +194,14 @@ class Check:
         return tuple(notes)
 
     def classes_of(self, nodes: Any) -> dict[str, Any]:
-        """Return the class of each node, by name. Nodes with an error are left out."""
+        """Return the class that each node names in its `_target_`. Nodes with an error are left out.
+
+        Args:
+            nodes: Nodes of the config, by name.
+
+        Returns:
+            Classes by the name of the node.
+        """
         found: dict[str, Any] = {}
         for name, node in nodes.items() if isinstance(nodes, dict) else ():
             with contextlib.suppress(ConfigError, MissingExtraError):
@@ -202,11 +215,11 @@ class Stage:
     """A stage of the check.
 
     Attributes:
-        name: Name of the stage, used in `needs` of later stages.
-        run: Returns the errors, or raises ConfigError. Returns None if the stage could not be done.
-        keys: Top-level keys that the stage reads.
-        needs: Stages that must have found no error.
-        hides: Whether later stages are skipped if they read a key in which this stage found an error.
+        name: Name of the stage. Later stages list this name in `needs`.
+        run: Function that returns the errors or raises ConfigError. It returns None if the stage cannot be completed.
+        keys: Top-level config keys that the stage reads. Default: no keys.
+        needs: Names of the stages that must have passed before. Default: no stages.
+        hides: Whether later stages are skipped if they read a key in which this stage found an error. Default: false.
     """
 
     name: str
@@ -236,10 +249,10 @@ def _objective(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _network(check: Check) -> Iterable[ErrorDetails] | None:
-    """Return the errors of the network on the meta device.
+    """Return the errors that the forwards on the meta device find. Return None if the network cannot be checked.
 
-    A wrong description of the data also leads to such errors. In that case, the errors of the data are returned
-    instead.
+    Wrong values of `data`, such as a wrong input shape, also lead to errors in the network. In that case, only the
+    errors of `data` are returned.
     """
     plan = check.decided
     if check.settings.phases and not check.knows(OPTIMIZATION_KEYS):
@@ -247,7 +260,8 @@ def _network(check: Check) -> Iterable[ErrorDetails] | None:
     found = shape_errors(plan.shapes, plan.spec, plan.objective, plan.phases)
     if not found:
         return None if plan.network is None else ()
-    # A wrong network also causes errors of losses and metrics. Of these, keep only errors of unknown names in a term.
+    # The comparison with the data also reports losses and metrics that fail only because the network is wrong. Keep
+    # errors of `data`, and of unknown names in a term.
     names = [f"{error.key}.{name}" for error in found for name in ("output", "target", "inputs")]
     declared = [error for error in compare_with_data(plan)[0] if error.key.startswith(("data.", *names))]
     return declared or found
@@ -306,7 +320,7 @@ def _calls(check: Check) -> Iterator[ErrorDetails]:
 def _callbacks(check: Check) -> Iterator[ErrorDetails]:
     """Yield the errors of callbacks.
 
-    Callbacks of libraries are constructed by the check. Callbacks of users are constructed only by the run.
+    The check constructs callbacks of libraries to find wrong arguments. Only the run constructs callbacks of users.
     """
     nodes, allow = check.settings.callbacks, check.settings.security.allow
     kinds = check.classes_of(nodes)
@@ -340,13 +354,13 @@ def _hooks(check: Check) -> Iterator[ErrorDetails]:
 
 
 def _strategy(check: Check) -> Iterator[ErrorDetails]:
-    """Yield the errors of the strategy, and of incompatible parts of the run."""
+    """Yield the errors of the strategy, and of parts of the run that are not compatible."""
     plan, settings = check.decided, check.settings
     if plan.own is None and not is_node(settings.optimizer):
         return
     found = list(compatibility_errors(other_parts(check.blueprint), check.blueprint))
     yield from found
-    # If the strategy does not support the user's module, its other errors do not apply.
+    # If the strategy does not support the user's module, other errors of the strategy do not apply.
     if isinstance(plan.strategy, Strategy) and not (plan.own is not None and found):
         hooks = plan.hooks if check.knows(("security", *KEYS_OF_HOOKS)) else {}
         yield from plan.strategy.errors(dataclasses.replace(check.blueprint, hooks=hooks))
@@ -366,7 +380,7 @@ def _length(check: Check) -> Iterable[ErrorDetails]:
 
 
 def _weights(check: Check) -> Iterable[ErrorDetails]:
-    """Return the errors of the weights from which the network starts."""
+    """Return the errors of the file in `weights.from`, which initializes the network."""
     node = check.settings.weights
     if node.from_ is None or check.settings.resume is not None:
         return ()
@@ -434,7 +448,10 @@ def _limit(limit: int | None) -> int:
 
 
 def _batches(plan: Plan) -> int | None:
-    """Return the number of global batches in a training epoch. Return None if the data is not on this machine."""
+    """Return the number of batches in a training epoch. Return None if the number is unknown on this machine.
+
+    A batch contains the samples of all ranks.
+    """
     try:
         return None if plan.data_module is not None else len(plan.data.loader("train"))
     except (ExpError, TypeError):
@@ -442,7 +459,7 @@ def _batches(plan: Plan) -> int | None:
 
 
 def _lengths(check: Check) -> Trainer:
-    """Return an object with the attributes of a Trainer that determine the length of the run."""
+    """Return a stand-in for Lightning's Trainer, with the attributes that determine the length of a run."""
     given = vars(check.settings.trainer)
     values = {name: default if given[name] is None else given[name] for name, default in LENGTHS.items()}
     return cast("Trainer", SimpleNamespace(**values, max_steps=None))
@@ -454,11 +471,11 @@ def _steps(check: Check) -> int | None:
 
 
 def examine(resolved: Resolved, *, machine: Machine | None = None) -> Check:
-    """Check a config: find all errors, and compute the plan of the run.
+    """Return the completed check of a config, with all errors and the plan of the run.
 
     Args:
         resolved: Result of `exp.check.resolution.resolve`.
-        machine: Description of the machine of the run. None describes this machine.
+        machine: Description of the machine on which the run takes place. None (default): this machine.
     """
     check = Check(Plan(resolved=resolved, machine=machine))
     check.run(STAGES)
@@ -475,7 +492,7 @@ def plan(resolved: Resolved) -> Plan:
 
 
 def config_errors(config: DictConfig) -> tuple[ErrorDetails, ...]:
-    """Return all errors of a composed config, each with the file that caused it."""
+    """Return all errors of a composed config, each with the file that set the wrong value."""
     return examine(resolve(config)).errors
 
 
@@ -489,7 +506,7 @@ def validate(config: DictConfig) -> None:
 
 
 def checked_plan(config: DictConfig) -> Plan:
-    """Return the plan of a config, after a comparison with the first samples of the data.
+    """Return the plan of a config. The first samples of the data are also checked.
 
     Raises:
         ConfigError: The config has errors. The exception lists all of them.
@@ -505,7 +522,7 @@ class Checked:
     """A config without errors.
 
     Attributes:
-        raw: Values of the config, interpolations unresolved.
+        raw: Values of the config, with unresolved interpolations.
         decided: Plan of the config.
     """
 
@@ -514,14 +531,15 @@ class Checked:
 
 
 def check_job(config: DictConfig, before: Checked | None) -> Checked:
-    """Check a job of a sweep.
+    """Return the checked config of a sweep's job.
 
-    If the job differs from a checked job only in its seed and in numbers of the optimizer, only these values are
-    checked. This matters because building and running the network takes 40 ms, and a job may train for only 60 ms.
+    A full check builds and runs the network, which takes 40 ms, and a job may train for only 60 ms. The check is
+    therefore short if a job differs from a checked job only in `seed` and in numbers of `optimizer` and `scheduler`. A
+    short check covers only these values.
 
     Args:
-        config: Config of the job. It must have passed the check without torch.
-        before: Result for another job, or None.
+        config: Config of the job. It must have passed the checks that do not import torch.
+        before: Result of this function for an earlier job. None: there is no earlier job, so the check is full.
 
     Raises:
         ConfigError: The config has errors. The exception lists all of them.
@@ -537,7 +555,13 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
 
 
 def _changes_the_optimizer_alone(before: Checked, changed: Mapping[KeyPath, Any], raw: Mapping[str, Any]) -> bool:
-    """Return whether the changes affect only the optimizer, the schedule and the seed."""
+    """Return whether a job changes only the seed and numbers of the optimizer and the schedule.
+
+    Args:
+        before: Checked config of an earlier job.
+        changed: Changed values by the path of their key.
+        raw: Values of the job's config, with unresolved interpolations.
+    """
     decided = before.decided
     if decided.own is not None or decided.network is None or decided.settings.phases:
         return False

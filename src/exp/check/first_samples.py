@@ -1,7 +1,7 @@
 """The comparison of the first samples of the data with the objective and the metrics.
 
-Losses of torch and exp are called with real targets and with stand-in outputs that have the shapes of the network's
-outputs. Later samples are checked when the run reads them.
+Losses of torch and exp are called with the targets of these samples and with stand-in outputs. A stand-in output has
+the shape of a real output of the network, but other numbers. Later samples are checked when the run reads them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ if TYPE_CHECKING:
 
 # Time limit for reading the first samples of a split.
 SECONDS = 5.0
-# Number of samples with which a loss is called, for data in memory. The values of all samples are checked.
+# Largest number of samples in the call of a loss. Data in memory may provide more first samples. In that case, the
+# values of all of them are checked without a call.
 CALLED = 64
-# Largest number of values in a stand-in output (64 MiB). Scores of a text's tokens over a vocabulary may be larger.
+# Largest number of values in a stand-in output, 64 MiB in float32. Fewer samples are used for larger outputs, such as
+# scores of all tokens of a text over a large vocabulary.
 MOST_NUMBERS = 2**24
+# Losses that need targets from 0 to 1.
 ANSWERS = (nn.BCELoss, nn.BCEWithLogitsLoss)
-# Prefixes of keys of data sets. Their errors are ignored, because the data may be on another machine.
+# Prefixes of the keys of data sets. Errors at these keys are ignored, because the data may be on another machine.
 DATA_SETS = ("data.dataset.", "data.train.", "data.val.", "data.test.")
-# Function that returns the values of the first samples by name. Stand-in outputs replace the network's outputs. Their
-# numbers are drawn from 0.05 to 0.95 by a seed. The seed None gives 0.5, a valid score and a valid probability.
+# Function of a seed that returns the values of the first samples by name, with stand-in outputs of the network. The
+# numbers in the outputs are random, from 0.05 to 0.95. For the seed None, all numbers are 0.5, because 0.5 is both a
+# valid score and a valid probability.
 StandIns = Callable[[int | None], Values]
 
 
 def compare_with_data(decided: Plan) -> tuple[list[ErrorDetails], tuple[str, ...]]:
-    """Return the errors of the config that the first samples show, and notes.
+    """Return the errors and the notes from a comparison of the config with the first samples of the data.
 
-    If the data is not on this machine, there is no comparison, and a note says so.
+    If the data is not on this machine, there is no comparison, and a note states the reason.
     """
     try:
         return [], refuse_other_data(decided)
@@ -75,7 +79,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
         if decided.own is not None and decided.data_module is not None:
             return ()
         data = decided.data
-        # Data to predict has no targets. The inputs of a user's module are known only in its first step.
+        # Data for predictions has no targets, and the inputs of a user's module are unknown before the first step.
         if decided.own is not None or settings.predict:
             return data.notes
         at_work = {"train": settings.train, "val": settings.train or settings.validate, "test": settings.test}
@@ -95,7 +99,7 @@ def refuse_other_data(decided: Plan) -> tuple[str, ...]:
 
 
 def _once_per_name(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Yield the errors. Errors of several keys that read the same unknown name are merged into one."""
+    """Yield the errors. If several keys read the same unknown name, their errors are merged into one error."""
     groups: dict[object, list[ErrorDetails]] = {}
     for error in errors:
         groups.setdefault((error.subject, error.got) if error.subject else error, []).append(error)
@@ -111,9 +115,9 @@ def _stage_errors(
 
     Args:
         decided: Plan of the run.
-        stage: Stage of the samples.
-        notes: List to which remarks are added.
-        entries: Dict to which the names of a metric's values are added, by metric name.
+        stage: Stage of the samples: train, val or test.
+        notes: List to which this function adds remarks.
+        entries: Dict by metric name, to which this function adds the names of the values that each metric returns.
     """
     try:
         batch = decided.data.first_samples(stage, seconds=SECONDS)
@@ -145,7 +149,7 @@ def _batch_errors(
         yield from unknown or _term_errors(part, trace, batch, spec, stage)
         if not unknown and settings.trainer.accumulate_grad_batches > 1:
             part.known_divisors(named_values(batch))
-    trace = decided.shapes.traces.get(None)  # metrics read only the output of the network's forward
+    trace = decided.shapes.traces.get(None)  # metrics read only outputs of the network's own forward
     if trace is None or stage not in settings.metric_stages:
         return
     for measure in decided.metrics.values():
@@ -158,7 +162,7 @@ def _batch_errors(
 
 
 def term_names(objective: Objective) -> dict[str, str]:
-    """Return the names of the values that the terms read, by the key that contains the name."""
+    """Return the names of the values that the terms of the objective read, by the config key that sets the name."""
     return {
         f"objective.{name}.{place}": wanted
         for name, term in objective.terms.items()
@@ -167,13 +171,15 @@ def term_names(objective: Objective) -> dict[str, str]:
 
 
 def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, spec: DataSpec) -> Iterator[ErrorDetails]:
-    """Yield the errors of names that neither the network nor the batch has, or that both have.
+    """Yield an error for each name of a value that does not exist or is ambiguous.
+
+    The network and the batch provide named values. A name is ambiguous if both provide a value with this name.
 
     Args:
-        names: Names of values, by the key that contains the name.
-        trace: Trace of the forward.
+        names: Names of values, by the config key that sets the name.
+        trace: Trace of the forward, with the values that the network returns.
         batch: A batch of the data.
-        spec: Inputs of the network.
+        spec: Names and shapes of the network's inputs.
     """
     values = forward_by_name(trace.network, tuple(spec.inputs))(lambda *_, **__: trace.output, batch)
     parts = named_parts(trace.output)
@@ -191,10 +197,10 @@ def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
-    """Return the function that makes stand-in outputs.
+    """Return the function that makes the values of the first samples with stand-in outputs.
 
     Returns:
-        The function. None if the inputs differ in shape from the config, such as texts of several lengths.
+        The function. None if the shapes of the inputs differ from the config, such as for texts of several lengths.
     """
     each = max(1, sum(one[0].numel() for one in tensors_in(trace.output) if one.dim() and len(one)))
     count = max(2, min(CALLED, MOST_NUMBERS // each))
@@ -223,14 +229,17 @@ def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns |
 def _term_errors(
     objective: Objective, trace: ForwardTrace, batch: object, spec: DataSpec, stage: Stage
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of terms that compare an output with a target through a loss of a library."""
+    """Yield the errors of losses that reject the first samples of a stage.
+
+    Only losses of libraries are called. Losses of users and losses with `needs` are not called.
+    """
     draw = _stand_ins(trace, batch, spec)
     if draw is None:
         return
     values = draw(None)
     whole = {**values, **named_values(batch)}
     if any(tensor.dtype == torch.float64 for tensor in tensors_in(trace.output)):
-        objective = copy.deepcopy(objective).double()  # precision=fp64 converts the class weights, too
+        objective = copy.deepcopy(objective).double()  # because precision=fp64 also converts the class weights
     for name, term in objective.terms.items():
         is_known = isinstance(term, Term) and type(term.loss).__module__.partition(".")[0] in LIBRARIES
         if not isinstance(term, Term) or not is_known or objective.needs_of(name):
@@ -267,7 +276,7 @@ def _value_errors(term: Term, key: str, target: Tensor, output: Tensor, stage: S
 
 
 def _first(where: Tensor) -> int | None:
-    """Return the index of the first sample for which a condition holds. Return None if there is no such sample."""
+    """Return the index of the first sample with a true value. Return None if all values are false."""
     places = where.nonzero()
     return int(places[0, 0]) if len(places) else None
 
@@ -287,7 +296,7 @@ def _is_batched(trace: ForwardTrace, names: Iterable[str]) -> bool:
 
 
 def _describe_values(values: Mapping[str, object], term: Term) -> tuple[str, str | None]:
-    """Return a description of the values that a loss rejected, and the fix or None."""
+    """Return a description of the values that a loss rejected, and a fix. The fix is None if no fix is known."""
     if term.inputs is not None:
         return ", ".join(f"{one} {describe_value(pick(values, name, one))}" for one, name in term.inputs.items()), None
     target, output = pick(values, term.target, "target"), pick(values, term.output, "output")

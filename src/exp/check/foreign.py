@@ -1,7 +1,7 @@
 """Parameters and bounds that the signatures of torch, Lightning and torchmetrics do not declare.
 
-The bounds exclude values that a constructor accepts, but that train wrongly or fail later. A value that the constructor
-rejects needs no bound. A test compares every name with the installed versions.
+A bound excludes values that the constructor accepts, but that lead to wrong training or to a later exception. Values
+that the constructor rejects need no bound. A test compares every name with the installed versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Interval, Predicate
 from exp.config.annotations import EMPTY
 from exp.errors import LIBRARIES, ErrorDetails, is_installed, unsuitable
 
-# Parameters that classes read from **kwargs, with their types.
+# Parameters that constructors read from **kwargs, with their types, by class.
 HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     # The strategy passes these arguments on to torch's DistributedDataParallel.
     "lightning.pytorch.strategies.ddp.DDPStrategy": {
@@ -37,7 +37,7 @@ HIDDEN_NAMES: Mapping[str, Mapping[str, object]] = {
     },
 }
 
-# For each class that needs an extra package: the module of the package, and the argument of pip install.
+# For each class that needs an additional package: the module of the package, and the argument of pip install.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.loggers.comet.CometLogger": ("comet_ml", "comet-ml"),
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": ("mlflow", "'exp-framework[mlflow]'"),
@@ -45,7 +45,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
     "lightning.pytorch.profilers.xla.XLAProfiler": ("torch_xla", "torch_xla"),
 }
 _SHARE, _BELOW_1 = Interval(ge=0, le=1), Interval(ge=0, lt=1)
-# Bounds by parameter name. They apply to a class and its subclasses in these libraries.
+# Bounds by class and parameter name. A bound applies to the class and to its subclasses in LIBRARIES.
 BOUNDS: Mapping[str, Mapping[str, object]] = {
     "torch.optim.optimizer.Optimizer": {
         **dict.fromkeys(("lr", "eps", "weight_decay", "momentum_decay", "lr_decay", "lambd", "t0"), Ge(0)),
@@ -101,7 +101,9 @@ BOUNDS: Mapping[str, Mapping[str, object]] = {
 
 
 def with_bounds(target: type, name: str, annotation: object, default: object) -> object:
-    """Return the annotation of a library's parameter, extended by its bound in BOUNDS if there is one.
+    """Return the annotation of a parameter, extended by the bound of the parameter in BOUNDS.
+
+    The annotation is returned unchanged if BOUNDS has no such bound, or if the class is not from a library.
 
     Args:
         target: The class.
@@ -119,7 +121,7 @@ def with_bounds(target: type, name: str, annotation: object, default: object) ->
 
 
 def missing_package(target: type, *, key: str) -> ErrorDetails | None:
-    """Return the error of a class that needs a package that is not installed. Return None if the class can be used."""
+    """Return an error if a class needs a package that is not installed. Otherwise return None."""
     for base in target.__mro__:
         package, install = PACKAGES.get(f"{base.__module__}.{base.__qualname__}", (None, ""))
         if package is not None and not is_installed(package):

@@ -1,4 +1,8 @@
-"""Explanations why a layer or an operation of a forward program rejected its input, and which key fixes the error."""
+"""Errors of layers and operations that rejected their input.
+
+An error explains the cause and names the config key that fixes the problem. An operation is a call or an operator in a
+forward program, which is the code in `model.forward`.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,25 @@ from exp.nested import is_dataclass_instance, named_parts, tensors_in
 from exp.shared_types import dtype_name
 from exp.spelling import among
 
-# Number of samples in the stand-in batch of models/inference.py. If axis 0 has this size, it is the batch axis.
+# Number of samples in the stand-in batch of models/inference.py. An axis 0 of this size is the batch axis.
 BATCH = 2
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# Attentions inside torch's encoder and decoder layers. In these layers, the parameter for the width is d_model.
+# Names of the attentions in torch's encoder and decoder layers. Their width is the layer's parameter d_model.
 ATTENTIONS = ("self_attn", "multihead_attn")
+# Letters for the sizes of spatial axes, by the number of axes.
 AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a layer class.
+    """The shape that layers of a class expect for one of their inputs.
 
     Attributes:
-        text: Shape as text, with placeholders for attributes of the layer. The placeholder `axes` is filled in from the
-            class name, and `time` from the layout.
-        size: Attribute of the layer with the size of one axis. None for layers that accept any size.
-        axis: Index of the axis with that size. Default: the last axis.
+        text: Shape as text. A placeholder such as `{in_features}` is replaced by this attribute of the layer. `{axes}`
+            is replaced by letters for the spatial axes, and `{time}` by the axes for time and batch.
+        size: Name of the layer's attribute that states the size of one axis. None (default): any size is valid.
+        axis: Index of the axis with this size. Default: -1, the last axis.
     """
 
     text: str
@@ -79,8 +84,8 @@ class Demand:
 
     Attributes:
         expected: Description of the input.
-        fix: Fix of the error. None if no fix is known.
-        parameters: Parameters of the layer's constructor that caused the error.
+        fix: Fix of the error. None (default) if no fix is known.
+        parameters: Constructor parameters of the layer that caused the error. Default: no parameters.
     """
 
     expected: str
@@ -89,14 +94,14 @@ class Demand:
 
 
 def describe_value(value: object, *, batch: int | None = None) -> str:
-    """Return the shape and dtype of a value, with B for the batch axis, such as `[B, 10] float32`.
+    """Return the shape and dtype of a value as text, such as `[B, 10] float32`.
 
-    Containers are described by their entries.
+    B stands for the batch axis. For a container, the text describes all entries.
 
     Args:
         value: Any value.
         batch: Number of samples in the batch. Axis 0 is the batch axis only if it has this size. None treats axis 0 of
-            every tensor as the batch axis.
+            every tensor as the batch axis. Default: None.
     """
     if isinstance(value, Tensor):
         is_batch = not isinstance(value, nn.Parameter) and batch in (None, *value.shape[:1])
@@ -126,8 +131,8 @@ def layer_error(error: BaseException, key: str, call: Call) -> ErrorDetails:
 
     Args:
         error: Exception that the layer raised.
-        key: Key of the layer.
-        call: Call of the layer.
+        key: Config key of the layer.
+        call: Call of the layer, with its inputs.
     """
     module = call.module
     given = ", ".join(map(_describe_given, call.inputs)) or "nothing"
@@ -142,17 +147,17 @@ def layer_error(error: BaseException, key: str, call: Call) -> ErrorDetails:
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a layer. For a lazy layer, return the class that it becomes."""
+    """Return the class of a layer. For a lazy layer, return its final class, such as Linear for LazyLinear."""
     sized: type[nn.Module] | None = getattr(type(module), "cls_to_become", None)
     return sized or type(module)
 
 
 def _origins(key: str, module: nn.Module, parameters: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys in the config that may set these parameters of a layer, by name or by position."""
+    """Return the config keys that may set these constructor parameters of a layer, by name or by position."""
     known = _parameters(module)
     named = [f"{key}.{one}" for one in parameters]
     placed = [f"{key}._args_.{known.index(one)}" for one in parameters if one in known]
-    # torch's encoder layers contain an attention, and their parameter for its width is d_model.
+    # An attention in torch's encoder layers has the width d_model of the encoder layer.
     holder = [f"{key.rpartition('.')[0]}.d_model"] if "embed_dim" in parameters else []
     return (*named, *placed, *holder)
 
@@ -165,13 +170,16 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _write(size: str, value: object, module: nn.Module) -> str:
-    """Return the fix of a wrong size, with the right value. The fix also says if the size can be inferred."""
+    """Return the fix of a wrong size. The fix states the right value, and mentions if exp can infer the size."""
     is_inferred = any(isinstance(module, cls | lazy) and size == own for cls, (lazy, own) in LAZY_CLASSES.items())
     return f"Write {size}: {value}" + (f", or leave {size} out, to infer it from the data" if is_inferred else "")
 
 
 def _dtype_demand(module: nn.Module, call: Call, error: BaseException) -> Demand | None:
-    """Return the demand of a layer if its input has another dtype than its parameters. Otherwise return None."""
+    """Return the expected input of a layer if its input has a wrong dtype. Otherwise return None.
+
+    The dtype is wrong if it differs from the dtype of the layer's parameters. An embedding needs integers.
+    """
     given = list(tensors_in(call.inputs))
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if given and given[0].dtype in (torch.int64, torch.int32):
@@ -203,7 +211,7 @@ def _is_of_dtypes(error: BaseException) -> bool:
 
 
 def _inputs(module: nn.Module) -> tuple[Input, ...]:
-    others = (Input("floats [B, C, {axes}]"),) if _axes_of(module) else ()  # such as a pooling
+    others = (Input("floats [B, C, {axes}]"),) if _axes_of(module) else ()  # such as pooling layers
     return next((inputs for classes, inputs in INPUTS.items() if isinstance(module, classes)), others)
 
 
@@ -221,13 +229,13 @@ def _text(one: Input, module: nn.Module) -> str:
 
 
 def _axes_of(module: nn.Module) -> int:
-    """Return the number of spatial axes in the class name of a layer, such as 2 for Conv2d. Without one, return 0."""
+    """Return the number of spatial axes in the class name of a layer, such as 2 for Conv2d. Otherwise return 0."""
     found = re.search(r"([123])d$", _class_of(module).__name__)
     return int(found[1]) if found else 0
 
 
 def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
-    """Return the demand of a layer of torch if its input has a wrong number of axes or a wrong size.
+    """Return the expected input of a layer if its input has a wrong type, number of axes or size.
 
     Otherwise return None.
     """
@@ -242,7 +250,7 @@ def _shape_demand(module: nn.Module, call: Call) -> Demand | None:
 
 
 def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | None:
-    """Return the demand of a layer if its input has a wrong number of axes, such as 3 for Conv2d.
+    """Return the expected input of a layer if its input has a wrong number of axes, such as 3 for Conv2d.
 
     Otherwise return None.
     """
@@ -257,7 +265,10 @@ def _axes_demand(module: nn.Module, first: Input, value: Tensor) -> Demand | Non
 
 
 def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Demand | None:
-    """Return the demand of a layer if a size, such as in_features, differs from its input. Otherwise return None."""
+    """Return the expected input of a layer if an input has a wrong size. Otherwise return None.
+
+    For example, the last axis of the input of a Linear must have the size in_features.
+    """
     for one, given in zip(inputs, call.inputs, strict=False):
         value = next(tensors_in([given]), None)
         if one.size is None or value is None or value.dim() < max(one.axis + 1, 1):
@@ -275,7 +286,10 @@ def _size_demand(module: nn.Module, inputs: Sequence[Input], call: Call) -> Dema
 
 
 def _general_demand(module: nn.Module, error: BaseException) -> Demand:
-    """Return the demand of a layer without a specific rule, with the parameters that torch's message mentions."""
+    """Return the expected input of a layer for an error that no other rule explains.
+
+    The description contains the constructor parameters that torch's error message mentions.
+    """
     message = str(error)
     # torch writes `output padding` for output_padding.
     words = {name: name.replace("_", "[_ ]") for name in _parameters(module)}
@@ -293,8 +307,8 @@ def operation_error(error: BaseException, key: str, refused: Refused | None = No
 
     Args:
         error: The exception.
-        key: Key of the model with the program.
-        refused: Function of torch that raised the exception, if there is one.
+        key: Config key of the model with the forward program.
+        refused: Call of a torch function that raised the exception. None (default) if no such call is known.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
     lines = [place for place, frame in enumerate(frames) if frame.filename.startswith(FILE_PREFIX)]

@@ -1,4 +1,4 @@
-"""The comparison of a plain value with an annotation, and descriptions of annotations in words."""
+"""The comparison of config values with type annotations, and descriptions of annotations in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text
 LIKE = {bool: bool, int: float, float: float, str: str, list: list | float | bool, tuple: list | float | bool}
 # Descriptions of config values that become objects of torch.
 TORCHS = {"torch.dtype": "a dtype, such as torch.float64", "torch.Tensor": "numbers, or lists of them"}
-# Conditions of annotated_types, by the names of their attributes.
+# Tests for the bounds of annotated_types, by the attribute that contains the bound. A test takes a value and the bound.
 BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
@@ -48,15 +48,16 @@ NUMERIC = ("gt", "ge", "lt", "le", "multiple_of")
 
 
 def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
-    """Return whether a plain value (scalar, list or mapping of a config) is valid for a parameter.
+    """Return whether a config value (scalar, list or mapping) is valid for a parameter.
 
-    If the parameter has no annotation, the type of its default decides. If it has no default either, any value is
-    valid. A node with a `_target_` becomes an object later, so it is valid for any annotation except a scalar.
+    If the parameter has no annotation, the type of the default decides. If the parameter has no default either, any
+    value is valid. A mapping with a `_target_` becomes an object later, so it is valid for any annotation except a
+    scalar.
 
     Args:
-        value: The value.
-        annotation: Annotation of the parameter.
-        default: Default of the parameter.
+        value: The config value.
+        annotation: Annotation of the parameter. EMPTY if the parameter has no annotation.
+        default: Default of the parameter. EMPTY (default) if the parameter has no default.
     """
     if value is UNKNOWN or (value is None and default is None):
         return True
@@ -66,7 +67,12 @@ def fits(value: object, annotation: object, default: object = EMPTY) -> bool:
 
 
 def describe_type(annotation: object, default: object = EMPTY) -> str:
-    """Return an annotation in words, such as `an integer`, `one of min, max` or `a list of 2 numbers`."""
+    """Return a description of an annotation, such as `an integer`, `one of min, max` or `a list of 2 numbers`.
+
+    Args:
+        annotation: Annotation of a parameter. EMPTY describes the type of the default.
+        default: Default of the parameter. EMPTY (default) if the parameter has no default.
+    """
     if annotation is EMPTY or annotation is Any or annotation is object:
         return WORDS[type(default)] if type(default) in WORDS and default is not None else "another value"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -106,9 +112,13 @@ def _describe_union(arguments: tuple[Any, ...]) -> str:
 
 
 def _describe_bounds(annotation: object, metadata: Sequence[Any]) -> str:
-    """Return an Annotated in words, followed by its bounds.
+    """Return a description of a type with bounds, such as `a number above 0`.
 
-    Text in the metadata replaces the description of the type.
+    A text in the metadata replaces the description of the type.
+
+    Args:
+        annotation: The type.
+        metadata: Bounds of the type, and optionally a text.
     """
     bounds = bounds_of(metadata)
     text = next((text for text in metadata if isinstance(text, str)), None)
@@ -129,7 +139,7 @@ def _describe_bounds(annotation: object, metadata: Sequence[Any]) -> str:
 
 
 def bounds_of(metadata: Sequence[Any]) -> dict[str, Any]:
-    """Return the bounds in the metadata of an Annotated, by their names in annotated_types."""
+    """Return the bounds in the metadata of an `Annotated` type, by their names in annotated_types, such as `ge`."""
     declared = [(name, getattr(entry, name, None)) for entry in metadata for name in BOUNDS]
     return {name: bound for name, bound in declared if bound is not None}
 
@@ -166,7 +176,7 @@ def _describe_list(arguments: tuple[Any, ...]) -> str:
 
 
 def words_of(annotation: object) -> list[str]:
-    """Return the allowed words of every Literal, enum or bool in an annotation."""
+    """Return the words that an annotation allows. They come from each Literal, enum and bool in the annotation."""
     if annotation is bool:
         return ["true", "false"]
     if typing.get_origin(annotation) is typing.Literal:
@@ -258,9 +268,9 @@ def _is_dtype(name: str) -> bool:
 
 
 def _without_tensors(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the types of a union without Tensor, if the union also allows a number.
+    """Return the types of a union. Tensor is removed if the union also allows a number.
 
-    A config gives the number, so messages need not mention tensors.
+    A config contains the number instead of a tensor, so messages need not mention tensors.
     """
     if float not in kinds:
         return kinds

@@ -1,4 +1,7 @@
-"""A forward of the network on the meta device, which records the shape and dtype of every module's input and output."""
+"""Forwards of the network on the meta device, where tensors have a shape and a dtype, but no numbers.
+
+The trace of a forward contains the inputs and outputs of all modules.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from exp.optim.phase import Phase
 from exp.shared_types import DataSpec
 from exp.spelling import among, did_you_mean
 
-# Words in torch's errors about operators that need the numbers of a tensor. Shapes after such an error are unknown.
+# Words in torch's errors of operators that need the numbers of a tensor. After such an error, shapes are unknown.
 UNDECIDABLE = ("meta", "same device", "data-dependent", "data dependent")
 
 
@@ -30,8 +33,8 @@ class Failure:
 
     Attributes:
         error: The exception.
-        network: Network that ran. None if it could not be built.
-        recorder: Recorder with the module calls that had not returned.
+        network: Network of the forward. None if the network could not be built.
+        recorder: Recorder of the forward. It contains the module calls in progress when the exception was raised.
     """
 
     error: BaseException
@@ -40,7 +43,10 @@ class Failure:
 
     @property
     def is_undecidable(self) -> bool:
-        """True if the network needs the numbers of a tensor, so that its shapes cannot be checked."""
+        """True if the exception shows that the network needs the numbers of a tensor.
+
+        In that case, the shapes of the network cannot be checked.
+        """
         is_explained = isinstance(self.error, ConfigError | ProgramError)
         return not is_explained and any(word in str(self.error).lower() for word in UNDECIDABLE)
 
@@ -55,10 +61,10 @@ class MetaForward:
     """The result of the forwards on the meta device.
 
     Attributes:
-        network: Network with the sizes of all layers. None if it cannot be built.
-        traces: Trace of each forward that could run, by name. The key None is the network's own forward. Other keys are
-            the forwards that phases name.
-        failure: Exception that ended the forwards. None if all of them ran.
+        network: Network with the sizes of all layers. None if the network cannot be built.
+        traces: Trace of each forward without an error, by the name of the forward. The name None stands for the
+            network's own forward. Other names are forwards that phases select.
+        failure: Exception that ended the forwards. None (default) if all forwards ran.
     """
 
     network: nn.Module | None
@@ -67,14 +73,14 @@ class MetaForward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A note with the reason if shapes were not checked because the network needs numbers. Otherwise empty."""
+        """A note if shapes were not checked because the network needs the numbers of a tensor. Otherwise empty."""
         if self.failure is None or not self.failure.is_undecidable:
             return ()
         return (f"the shapes of the model were not checked: {self.failure.message}",)
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters. None if the network cannot be built."""
+        """Number of scalar parameters of the network. None if the network cannot be built."""
         return None if self.network is None else sum(parameter.numel() for parameter in self.network.parameters())
 
 
@@ -92,12 +98,16 @@ def run_on_meta(
     The first forward also determines the sizes of lazy layers.
 
     Args:
-        network_factory: Builds the network inside torch.device("meta").
+        network_factory: Function that builds the network. The meta device is the default device during the call.
         spec: Shapes and dtypes of the data.
-        objective: Objective of the run. If a term differentiates twice, the inputs require gradients.
-        phases: Phases of the run. Their forwards run too.
-        prepare: Changes the network before its first forward, and again when every parameter has its shape.
-        arithmetic: Dtypes of the run.
+        objective: Objective of the run. If a term differentiates twice, the inputs require gradients. Default: None.
+        phases: Phases of the run. The forwards that phases select also run. Default: no phases.
+        prepare: Function that changes the network in place. It is called before the first forward, and again after the
+            sizes of all lazy layers are known. Default: no change.
+        arithmetic: Dtypes in which the run computes. Default: no autocast.
+
+    Returns:
+        The network and the traces of its forwards. If an exception ended the forwards, the result contains it.
     """
     traces: dict[str | None, ForwardTrace] = {}
     network = seen = None
@@ -115,7 +125,7 @@ def run_on_meta(
             materialise(network, inputs)
             prepare(network)
             if any(isinstance(module, ProgramModel) and module.reads_training for module in network.modules()):
-                for name in named:  # trace branches that only run in evaluation mode
+                for name in named:  # trace the branches of a program that run only in evaluation mode
                     seen = network if name is None else with_forward(network, name)
                     recorder.trace(seen.eval(), inputs)
                 network.train()
@@ -127,11 +137,13 @@ def run_on_meta(
 
 
 def _build(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Module], None]) -> nn.Module:
-    """Return the network with frozen parameters, because hooks ask before the forward which layers get gradients.
+    """Return the network after its first preparation.
+
+    Parameters are frozen before the forward, because hooks read which layers get gradients.
 
     Raises:
-        ConfigError: `prepare` raised this error. If the network has lazy parameters, the error is ignored here, because
-            the caller runs `prepare` again.
+        ConfigError: `prepare` raised this error, and the network has no lazy parameters. If the network has lazy
+            parameters, the error is ignored, because the caller runs `prepare` again.
     """
     network = network_factory()
     for module in network.modules():
@@ -147,7 +159,7 @@ def _build(network_factory: Callable[[], nn.Module], prepare: Callable[[nn.Modul
 
 
 def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor]) -> ForwardTrace:
-    """Return the trace of a forward.
+    """Return the trace of a forward of the network.
 
     Raises:
         ConfigError: The forward needs an input that the data does not have.
@@ -160,7 +172,7 @@ def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor])
     ]
     missing = [name for name in needed if name not in inputs]
     is_alone = len(inputs) == 1 or "input" in inputs
-    # If the data has a single input, it is passed by position, so its name need not match.
+    # A single input of the data is passed by position, so the parameter may have another name.
     if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
     got = f"{among(inputs)}, and the forward of {type(network).__name__} has the parameters {', '.join(needed)}"

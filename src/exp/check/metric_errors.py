@@ -1,7 +1,8 @@
 """The comparison of metrics with the first samples and the output of the network.
 
-Metrics of torchmetrics and exp are called with real targets and stand-in outputs in the shapes of the network's
-outputs. Metrics of users, and metrics that contain a network, are not called.
+Metrics of torchmetrics and exp are called with the targets of these samples and with stand-in outputs. A stand-in
+output has the shape of a real output of the network. Metrics of users, and metrics that contain a network, are not
+called.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ BY_GROUP = (classes.BinaryFairness, classes.BinaryGroupStatRates)
 
 
 def call_errors(measures: Iterable[Measure]) -> Iterator[ErrorDetails]:
-    """Yield the errors of metrics that cannot be called with an output and a target, or with the names in `inputs`."""
+    """Yield an error for each metric that a step cannot call.
+
+    A step calls a metric with an output and a target, or with the values in the `inputs` of the metric.
+    """
     for measure in measures:
         metric = measure.metric
         parts = metric.values(copy_state=False) if isinstance(metric, MetricCollection) else [metric]
@@ -52,11 +56,11 @@ def fit_errors(
     """Yield the errors of metrics that reject the targets of a stage, or return values that cannot be logged.
 
     Args:
-        measures: Metrics that were not called before.
-        draw: Returns the values of the first samples by name, with stand-in outputs drawn by a seed. The outputs are
-            between 0 and 1, so they are valid as scores, probabilities and positive numbers.
-        stage: Stage of the samples.
-        entries: Dict to which the names of each metric's values are added, by metric name.
+        measures: Metrics with empty states.
+        draw: Function of a seed that returns the values of the first samples by name, with stand-in outputs. These
+            outputs are random numbers between 0 and 1, which are valid scores, probabilities and positive numbers.
+        stage: Stage of the samples: train, val or test.
+        entries: Dict by metric name, to which this function adds the names of the values that each metric returns.
     """
     for measure in measures:
         if not measure.is_known:
@@ -78,7 +82,14 @@ def fit_errors(
 
 
 def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
-    """Return the error of a metric that no run supports, or that needs a tensor but gets a container of several."""
+    """Return the error of a metric that exp does not support, or that reads a container instead of a tensor.
+
+    Otherwise return None.
+
+    Args:
+        measure: The metric.
+        values: Values of the first samples by name.
+    """
     kind = type(measure.metric).__name__
     if any(isinstance(part, BY_GROUP) for _, part in measure.parts):
         because = "which counts samples under wrong groups if a batch lacks a group (torchmetrics 1.9)"
@@ -97,10 +108,10 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
 def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[object]:
     """Return the values of a metric for the first samples, and for twice as many samples.
 
-    A metric may not be able to compute a value from few samples, so the first value may be missing.
+    The first value is missing if the metric cannot compute a value from few samples.
 
     Raises:
-        RunError: The update fails, or the metric returns no value both times.
+        RunError: The update fails, or the metric cannot compute a value from all samples.
     """
     found: list[object] = []
     for seed in range(2):
@@ -114,7 +125,10 @@ def _compute_twice(measure: Measure, draw: Callable[[int], Values]) -> list[obje
 
 
 def _label_error(called: Measure) -> ErrorDetails | None:
-    """Return the error of a wrong number of labels, because torchmetrics silently drops the rest."""
+    """Return an error if a metric has a wrong number of labels. Otherwise return None.
+
+    torchmetrics raises no error, and silently drops values without a label.
+    """
     for path, part in called.parts:
         if isinstance(part, ClasswiseWrapper) and part.labels is not None:
             count = len(part.metric.compute())
@@ -127,7 +141,12 @@ def _label_error(called: Measure) -> ErrorDetails | None:
 
 
 def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | None:
-    """Return the error of values that are not numbers, or that change in number with the samples."""
+    """Return an error if a metric returns other values than numbers, or a varying number of values.
+
+    Args:
+        measure: The metric.
+        found: Values of the metric for the first samples, and for twice as many samples.
+    """
     kind = type(measure.metric).__name__
     try:
         names = [[name for name, _ in entries_of(value)] for value in found]
@@ -141,13 +160,13 @@ def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | No
 
 
 def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) -> ErrorDetails:
-    """Return the error of a metric with a failed update.
+    """Return the error of a metric that rejected the values of the first samples.
 
     Args:
         measure: The metric.
         values: Values of the first samples by name.
         stage: Stage of the samples.
-        error: Error of the update. Its cause is the exception of the library, if there is one.
+        error: Error of the metric's update. If a library raised an exception, `__cause__` contains this exception.
     """
     expected = "outputs and targets that the metric accepts"
     if error.__cause__ is None:
@@ -167,7 +186,7 @@ def _refusal(measure: Measure, values: Values, stage: Stage, error: RunError) ->
 
 
 def mode_errors(settings: Settings, measures: Mapping[str, Measure]) -> Iterator[ErrorDetails]:
-    """Yield the errors of modes that contradict the direction in which a loss or a metric improves.
+    """Yield an error for each mode (min or max) that contradicts the direction in which the monitored value improves.
 
     Args:
         settings: Config as typed objects.
@@ -192,10 +211,9 @@ def mode_errors(settings: Settings, measures: Mapping[str, Measure]) -> Iterator
 
 
 def _better_mode(tag: str, measures: Mapping[str, Measure]) -> Mode | None:
-    """Return `min` if a lower value of the tag is better, and `max` if a higher value is better.
+    """Return `min` if lower values at a tag are better, and `max` if higher values are better.
 
-    Returns:
-        The mode. None if the metric does not declare a direction.
+    Return None if the metric at the tag does not declare a direction.
     """
     if tag.startswith("loss/"):
         return "min"
@@ -211,11 +229,13 @@ def _better_mode(tag: str, measures: Mapping[str, Measure]) -> Mode | None:
 def monitor_errors(
     monitors: Mapping[str, str], entries: Mapping[str, tuple[str, ...]], stages: Collection[str]
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of monitors that name no value of a metric, or that name a metric with several values.
+    """Yield an error for each monitored tag that belongs to a metric, but to no single value of the metric.
+
+    A metric with several values logs one tag for each value, and no tag with only the name of the metric.
 
     Args:
-        monitors: Monitored tags by the key that sets them.
-        entries: Names of each metric's values, by metric name.
+        monitors: Monitored tags, by the config key that sets the tag.
+        entries: Names of the values that each metric returns, by metric name.
         stages: Stages in which metrics are computed.
     """
     for key, monitor in monitors.items():

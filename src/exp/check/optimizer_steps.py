@@ -1,6 +1,7 @@
-"""Trials of each optimizer and schedule without the network: one step of an optimizer, and all steps of a schedule.
+"""Trial steps of optimizers and schedules, without the network.
 
-The checks use the effect on a small weight, not the name of the class.
+An optimizer steps a small weight, and a schedule makes the steps of the whole run. Errors depend on the results of
+these steps, not on the name of the class.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ EXPECTED = "a value for which the schedule covers the whole run and no learning 
 def step_errors(
     optimization: Optimization, network: nn.Module, optimizer: Optimizer, *, key: str, has_closure: bool = True
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of an optimizer that cannot make a step, or that evaluates other weights than it trains.
+    """Yield the error of an optimizer that cannot make a step, or that has other weights for evaluation.
 
     Args:
-        optimization: Builds the optimizer.
+        optimization: Settings that build the optimizer.
         network: Network on the meta device.
         optimizer: Optimizer for the parameters of the network.
-        key: Key of the optimizer's node.
-        has_closure: Whether the run passes the closure of forward and backward to the optimizer. Default: true. Phases
-            compute gradients before the step, so they pass no closure.
+        key: Config key of the optimizer.
+        has_closure: Whether the optimizer's step receives a closure, which computes the gradients. Default: true. False
+            for phases, because phases compute gradients before the step.
     """
     kind, place = type(optimizer), f"{key}._target_"
     # The protocol of schedule-free optimizers: train() and eval() exchange the weights.
@@ -71,9 +72,15 @@ def _sparse(shape: list[int]) -> Tensor:
 
 
 def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_closure: bool) -> str | None:
-    """Return the reason why an optimizer cannot make a correct step with a gradient. Return None if it can.
+    """Return the reason why an optimizer makes no correct step. Return None if the step is correct.
 
-    An optimizer that reads gradients before it calls the closure is wrong, because they belong to the previous step.
+    Before the closure is called, parameters have the gradients of the previous step. An optimizer that reads these
+    gradients makes a wrong step.
+
+    Args:
+        factory: Builds the optimizer.
+        gradient: Gradient of the step, dense or sparse.
+        has_closure: Whether the step receives a closure, which computes the gradient.
     """
     try:
         with warnings.catch_warnings():
@@ -81,7 +88,7 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
             if not has_closure:
                 _take_step(factory, gradient, before=gradient, has_closure=False)
                 return None
-            # The closure of a run clears the last gradients, so the step must not depend on them.
+            # The closure of a run clears the gradients of the previous step, so the result must not depend on them.
             one, other = (_take_step(factory, gradient, before=times * gradient, has_closure=True) for times in (1, 3))
     except REFUSALS as error:
         return f"{type(error).__name__}: {message_of(error)}"
@@ -91,13 +98,13 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
 
 
 def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
-    """Return the weights after one step.
+    """Return a small weight after one step of an optimizer.
 
     Args:
         factory: Builds the optimizer.
         gradient: Gradient of this step.
-        before: Gradient that the previous step left in the parameter.
-        has_closure: Whether the step gets a closure.
+        before: Gradient in the parameter before the step, as the previous step left it.
+        has_closure: Whether the step receives a closure, which sets `gradient`.
     """
     weight = nn.Parameter(torch.ones(gradient.shape))
     weight.grad = before.clone()
@@ -120,16 +127,16 @@ def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, befor
 def rate_errors(
     optimization: Optimization, optimizer: Optimizer, *, key: str, steps: Callable[[], int | None], epochs: int | None
 ) -> Iterator[ErrorDetails]:
-    """Yield the error of a schedule that fails in the run or leads to a negative rate.
+    """Yield the error of a schedule that raises an exception, ends too early, or sets an invalid learning rate.
 
-    The error has the key of the parameter that causes the problem.
+    If a parameter of the schedule causes the problem, the error has the config key of this parameter.
 
     Args:
-        optimization: Builds the schedule.
-        optimizer: Optimizer of the schedule. The check changes its rates.
-        key: Key of the schedule's node.
-        steps: Returns the number of optimizer steps of the run, or None if the run has no known end. Called only if the
-            schedule counts steps and does not get their number from exp.
+        optimization: Settings that build the schedule.
+        optimizer: Optimizer of the schedule. This function changes the learning rates of the optimizer.
+        key: Config key of the schedule.
+        steps: Function that returns the number of optimizer steps of the run, or None if the run has no known end. It
+            is called only for a schedule that counts steps and does not get their number from exp.
         epochs: Number of epochs of the run. None if the run has no known end.
     """
     factory = optimization.schedule_factory
@@ -159,9 +166,12 @@ def rate_errors(
 
 
 def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: int | None) -> str | None:
-    """Return the problem that occurs in the steps of a schedule. Return None without a problem.
+    """Return a description of the first problem in the steps of a schedule. Return None if there is no problem.
 
-    If the number of steps is unknown, only the first three steps are simulated.
+    Args:
+        schedule: The schedule.
+        optimizer: Optimizer of the schedule.
+        length: Number of steps of the schedule in the run. None if unknown. In that case, only the first steps run.
     """
     if isinstance(schedule, OneCycleLR) and length is not None and schedule.total_steps < length:
         return f"the schedule ends after {schedule.total_steps} steps, and the run has {length}"

@@ -1,6 +1,7 @@
-"""The checks of a user's LightningModule, and of the LightningDataModule that it is used with.
+"""The checks of a user's LightningModule and of its LightningDataModule.
 
-The module is built once without memory, to read its names and classes. The check runs none of its steps.
+The LightningModule is built on the meta device, without memory, to read the names and classes of the layers. The check
+calls neither training_step nor validation_step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STEPS: Mapping[Stage, str] = {"train": "training_step", "val": "validation_step"
 LOADERS: Mapping[Stage, str] = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
 # Methods of a LightningModule that may add layers after the check.
 LATER = ("setup", "configure_model", "prepare_data")
-# Stages by the key of the config that evaluates them without training.
+# Stages that a run without training evaluates, by the config key that requests the evaluation.
 EVALUATIONS: Mapping[str, Stage] = {"validate": "val", "test": "test"}
 
 
@@ -62,13 +63,13 @@ class OwnTraining:
             return build_module(self.settings)
 
     def has(self, stage: Stage) -> bool:
-        """Return whether the module has a step for a stage, and the data module has a loader for it."""
+        """Return whether the module has a step for a stage, and the data module has a loader for this stage."""
         has_loader = self.data_kind is None or is_overridden(LOADERS[stage], self.data_kind, LightningDataModule)
         return has_loader and is_overridden(STEPS[stage], self.kind, LightningModule)
 
     @property
     def is_complete(self) -> bool:
-        """True if the module adds no layers after its constructor."""
+        """True if the constructor of the module creates all layers, because no later method is overridden."""
         return not any(is_overridden(method, self.kind, LightningModule) for method in LATER)
 
     def class_of(self, key: str) -> Any:
@@ -77,7 +78,7 @@ class OwnTraining:
 
 
 def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
-    """Yield the errors of settings that Lightning's Trainer would reject later, or would not follow."""
+    """Yield the errors of settings that Lightning's Trainer would reject during the run, or would not apply."""
     settings, kind, data_kind = own.settings, own.kind, own.data_kind
     if settings.has_own_loaders and data_kind is None:
         expected = "exp.data.data.Data with your data set, or a LightningDataModule"

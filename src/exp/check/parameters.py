@@ -1,4 +1,7 @@
-"""The second stage of the check: resolve every `_target_`, and compare its values with its signature."""
+"""The second stage of the check: the targets of the config and their parameters.
+
+Each `_target_` is imported, and the values of its node are compared with the signature of the target.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,19 @@ from exp.spelling import among, find_nearest, fix_of_key, show
 
 
 def target_errors(plain: dict[str, Any], *, allow: Sequence[str], has_module: bool = False) -> list[ErrorDetails]:
-    """Return the errors of every node with a `_target_`: errors of the target's name, and then of its parameters.
+    """Return the errors of all nodes with a `_target_`.
+
+    If the name of a target is wrong, the values of its node are not checked.
 
     Args:
         plain: Values of the config.
-        allow: Packages that targets may come from.
+        allow: Packages of users that targets may come from.
         has_module: Whether the run trains a user's LightningModule.
     """
     places: dict[str, str] = {}
     errors: list[ErrorDetails] = []
     for key, node in nodes_in(plain):
-        # nodes_in yields outer nodes first. For a node in `_args_`, the name of its parameter replaces the index.
+        # nodes_in yields outer nodes first. For a node in `_args_`, the parameter name replaces the index.
         holder = max((inner for inner in places if f"{key}.".startswith(f"{inner}.")), key=len, default="")
         place = places[holder] + key.removeprefix(holder) if holder else key
         errors += node_errors(key, node, place=place, allow=allow, has_module=has_module)
@@ -69,8 +74,9 @@ def node_errors(
     Args:
         key: Key of the node.
         node: The node.
-        place: Key that determines which classes are allowed. None uses `key`. The two differ for nodes in `_args_`.
-        allow: Packages that targets may come from.
+        place: Key that determines which classes are allowed. None (default): `key`. For nodes in `_args_`, `place` has
+            the name of the parameter instead of the index.
+        allow: Packages of users that targets may come from.
         has_module: Whether the run trains a user's LightningModule.
     """
     place = place or key
@@ -105,7 +111,7 @@ def node_errors(
 def _parameter_errors(
     key: str, node: dict[str, Any], target: object, slot: Slot, *, allow: Sequence[str]
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors of the values in a node."""
+    """Yield the errors of the values in a node, compared with the signature of the target."""
     yield from _hydra_errors(key, node)
     given = [name for name in node if name not in RESERVED_IN_NODE]
     signature = _without_inferred_size(target, signature_of(target), given, node)
@@ -132,7 +138,7 @@ def _is_made_of_functions(target: object) -> bool:
 
 
 def _takes_functions(target: object) -> bool:
-    """Return whether a target is a container with a forward program. Its `functions` are dotted names."""
+    """Return whether a target is a container with a forward program, which reads dotted names in `functions`."""
     from exp.models.containers import ProgramModel
 
     return inspect.isclass(target) and issubclass(target, ProgramModel)
@@ -151,9 +157,9 @@ def _function_errors(key: str, named: dict[Any, Any], *, allow: Sequence[str]) -
 
 
 def _without_inferred_size(target: object, signature: Signature, given: list[str], node: dict[str, Any]) -> Signature:
-    """Return the signature of a layer without its input size, if the data determines the size.
+    """Return the signature of a layer, without the parameter of an input size that exp infers from the data.
 
-    The signature of the sized class is used for a lazy class, because a lazy class has fewer annotations.
+    For a lazy class such as LazyLinear, the signature of Linear is used, because lazy classes have fewer annotations.
     """
     from exp.models.inference import LAZY_CLASSES, lazy_class
 
@@ -221,10 +227,9 @@ def _missing_errors(
 
 
 def _inexpressible_parameter(target: object) -> str | None:
-    """Return the required parameter that no config can express: `params` of an optimizer, `optimizer` of a schedule.
+    """Return the name of the required parameter that a config cannot express. Return None for other targets.
 
-    Returns:
-        The name. None if the target is neither an optimizer nor a schedule.
+    The parameter is `params` for an optimizer, and `optimizer` for a schedule.
     """
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler

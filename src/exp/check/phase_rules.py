@@ -1,4 +1,6 @@
-"""The rules of the node `phases`: keys of a phase, and conflicts between phases, objective and trainer.
+"""The rules of the config node `phases`.
+
+They cover the keys of a phase, and conflicts between phases, objective and trainer.
 
 This module does not import torch. exp.check.phases compares phases with the network.
 """
@@ -98,7 +100,11 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
 
 
 def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of gradient clipping by the trainer, of steps without a phase, and of training metrics."""
+    """Yield the errors of trainer settings and metrics that phases do not support.
+
+    Phases do not support gradient clipping by the trainer or steps in which no phase runs. Training metrics need a
+    phase that runs at every step and calls the network's own forward.
+    """
     phases, clip = readable(values), values["trainer.gradient_clip_val"]
     if not phases:
         return
@@ -137,7 +143,7 @@ def phases_are_simultaneous_with_others(values: Values) -> Iterator[ErrorDetails
 
 
 def readable(values: Values) -> dict[str, dict[str, Any]]:
-    """Return the phases without an error, with defaults for the keys that they leave out."""
+    """Return the phases without an error, by name. Missing keys of a phase are set to their defaults."""
     phases = values["phases"]
     if not isinstance(phases, dict):
         return {}
@@ -149,7 +155,7 @@ def readable(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def whole_phase(phase: dict[str, Any]) -> dict[str, Any]:
-    """Return a phase with defaults for the keys that it leaves out, and with its parameter patterns as a list."""
+    """Return a phase in which missing keys have their defaults, and the parameter patterns are a list."""
     whole = {**DEFAULTS, **phase}
     patterns = whole["parameters"]
     return {**whole, "parameters": [patterns] if isinstance(patterns, str) else patterns}

@@ -20,14 +20,16 @@ SHOWN = 4
 def phase_errors(
     phases: Sequence[Phase], network: nn.Module, *, steps: int, epochs: int, made: list[Optimizer]
 ) -> list[ErrorDetails]:
-    """Return the errors of patterns, forwards and optimizers of phases, and of parameters that no phase trains.
+    """Return the errors of phases that do not match the network.
+
+    These are wrong parameter patterns, forwards and optimizers, and parameters that no phase trains.
 
     Args:
         phases: Phases of the run.
         network: Network on the meta device, with the sizes of all layers.
         steps: Number of optimizer steps of the run, for schedules.
         epochs: Number of epochs of the run, for schedules.
-        made: List to which the optimizers without an error are added.
+        made: List to which this function adds the optimizers without an error.
     """
     errors = [error for phase in phases for error in forward_errors(phase, network)]
     patterns = [
@@ -42,7 +44,7 @@ def phase_errors(
 
 
 def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
-    """Yield the error of a phase that names a forward that the network does not have."""
+    """Yield an error if the network does not have the forward that a phase selects."""
     if phase.forward is None or phase.forward in forward_names(network):
         return
     names = forward_names(network)

@@ -1,7 +1,8 @@
-"""The plan of a run: its placement, strategy, objective, phases, metrics, hooks, and the forwards on the meta device.
+"""The plan of a run: the objects that exp builds from the config before the run starts.
 
-Each rank computes its plan from the frozen config. exp.check.examination reads the same parts to find the errors of a
-config, so this module does not explain errors.
+These objects are placement, strategy, objective, phases, metrics and hooks, and the traces of the network's forwards on
+the meta device. Each rank computes the plan from config.yaml in the run directory. exp.check.examination uses the same
+objects to find and explain the errors of a config.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config completed with the values that depend on the data.
+    """A config that also contains the values that depend on the data.
 
     Attributes:
-        config: Copy of the given config with shape, dtype, outputs and classes of the data. This config is frozen.
-        plain: Values of the config as dicts and lists, interpolations resolved. UNKNOWN stands for a value that
+        config: Copy of the given config, in which the shape, the dtype, and the numbers of outputs and classes of the
+            data are set. The run stores this copy in config.yaml.
+        plain: Values of the config as dicts and lists, with resolved interpolations. UNKNOWN replaces a value that
             could not be read.
-        errors: Errors of values, keys, rules, targets and parameters.
-        notes: Remarks of the search for a checkpoint.
-        data: The data set with its splits, if it was built to complete the config. Otherwise None.
+        errors: Errors of values, keys, rules, targets and parameters. Default: no errors.
+        notes: Remarks on the search for a checkpoint. Default: no remarks.
+        data: The data set with its splits. None (default) if the config was complete without building the data set.
     """
 
     config: DictConfig
@@ -70,14 +72,16 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run. A process makes one plan and never changes it. Each part is computed when it is first read.
+    """The objects that exp builds from a config before a run starts.
 
-    No part is on a device, and the network has no memory.
+    Each property builds its object at the first access and then returns the same object. The network is on the meta
+    device, so it allocates no memory. A process has a single plan, and no code changes the plan.
 
     Attributes:
-        resolved: The config from which all parts are computed.
-        rank: Rank of this process, if a launcher started it. None computes the placement from the config.
-        machine: Description of the machine of the run. None describes this machine.
+        resolved: Config from which all objects are built.
+        rank: Rank of this process, if a launcher started the process. None (default) computes the placement from the
+            config.
+        machine: Description of the machine on which the run takes place. None (default): this machine.
     """
 
     resolved: Resolved
@@ -96,21 +100,21 @@ class Plan:
 
     @functools.cached_property
     def strategy(self) -> Strategy | LightningStrategy:
-        """The only strategy object of this process."""
+        """The strategy of the run."""
         from exp.construct import build_strategy
 
         return build_strategy(self.settings)
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """The devices of the ranks."""
+        """The assignment of ranks to devices."""
         return place(self.settings, self.strategy, rank=self.rank, machine=self.machine)
 
     @functools.cached_property
     def own(self) -> OwnTraining | None:
-        """The user's LightningModule, if the run trains one instead of a model of exp. None in other runs.
+        """The user's LightningModule. None if the run trains a model of exp.
 
-        With a LightningModule, objective, phases and metrics are empty, and shapes are unknown.
+        If there is a LightningModule, objective, phases and metrics are empty, and shapes are unknown.
         """
         if self.settings.module is None:
             return None
@@ -132,14 +136,14 @@ class Plan:
 
     @functools.cached_property
     def data_module(self) -> LightningDataModule | None:
-        """The user's LightningDataModule, if the run has one. None if the run uses the data of exp."""
+        """The user's LightningDataModule. None if the run uses the data of exp."""
         from exp.construct import build_data_module
 
         return None if self.own is None or self.own.data_kind is None else build_data_module(self.settings)
 
     @property
     def network(self) -> nn.Module | None:
-        """The trained network on the meta device. None if it cannot be built there."""
+        """The network of the run on the meta device. None if the network cannot be built on this device."""
         return self.shapes.network if self.own is None else self.own.network
 
     @functools.cached_property
@@ -176,10 +180,11 @@ class Plan:
 
     @functools.cached_property
     def operator(self) -> float | None:
-        """Mean number of multiply-adds of an operator in a forward of a rank's batch, weighted by multiply-adds.
+        """Typical number of multiply-adds of a single operator in the forward of a rank's samples.
 
-        For a user's LightningModule and for a network that cannot be traced, the value is an upper bound. The value is
-        None if the network or the size of the user's batches is unknown.
+        The number is the mean over all operators, weighted by their multiply-adds. For a user's LightningModule and for
+        a network that cannot be traced, the number is an upper bound. It is None if the network or the batch size is
+        unknown.
         """
         network = self.network
         if network is None or self.data_module is not None:
@@ -195,7 +200,7 @@ class Plan:
 
     @functools.cached_property
     def hooks(self) -> Mapping[str, Hook]:
-        """The hooks by name. Each hook has access to the FLOPs of a step."""
+        """The hooks by name. Each hook can compute the FLOPs of a step."""
         from exp.construct import build_entries
         from exp.hooks.hook import Workload
 
@@ -219,7 +224,10 @@ class Plan:
 
 
 def read_resolved(directory: Path | str) -> Resolved:
-    """Return the config of a run directory. The config was resolved and checked before it was frozen."""
+    """Return the config of a run directory.
+
+    The config is not checked, because it was checked before it was stored in the run directory.
+    """
     from exp.construct import plain_config
 
     config = read_frozen(directory)
@@ -227,7 +235,11 @@ def read_resolved(directory: Path | str) -> Resolved:
 
 
 def adopt(resolved: Resolved, *, rank: Rank) -> Plan:
-    """Return the plan of a rank that a launcher started from a frozen config.
+    """Return the plan of a rank that a launcher started.
+
+    Args:
+        resolved: Config from the run directory.
+        rank: Rank of this process.
 
     Raises:
         ConfigError: The launcher started a different number of ranks than the config requests.
@@ -246,13 +258,13 @@ def place(
     rank: Rank | None = None,
     machine: Machine | None = None,
 ) -> Placement:
-    """Return the placement of a run on devices. For a launched rank, return the placement that the launcher made.
+    """Return the assignment of a run's ranks to devices. For a launched rank, return the assignment of the launcher.
 
     Args:
         settings: Config of the run.
         strategy: Strategy of the run.
-        rank: Rank of this process. None computes the placement from the config.
-        machine: Description of the machine of the run. None describes this machine.
+        rank: Rank of this process. None (default) computes the assignment from the config.
+        machine: Description of the machine on which the run takes place. None (default): this machine.
 
     Raises:
         ConfigError: The machine has too few devices.
@@ -275,14 +287,15 @@ def place(
 
 
 def _arithmetic(precision: PrecisionSettings) -> Arithmetic:
-    """Return the dtypes of a run for the trace of its forward.
+    """Return the dtypes in which a run computes, for the trace of the forward.
 
-    Mixed dtypes in the trace count as an error only if the precision is valid and changes the dtype of no parameter.
+    The trace reports mixed dtypes as an error only if the precision is valid and leaves the dtypes of all parameters
+    unchanged.
     """
     from exp.models.forward_trace import Arithmetic
     from exp.precision.words import WORDS
 
-    # A value of another type is an error of the first stage.
+    # The first stage of the check reports a value that is not a text.
     word = WORDS.get(precision.word) if isinstance(precision.word, str) else None
     is_plain = word is not None and word.parameters is None and precision.keep == {}
     return Arithmetic(autocast=word.autocast if word else None, mixes=is_plain)

@@ -66,12 +66,17 @@ def resolve(config: DictConfig) -> Resolved:
 
 
 def _allowed_packages(config: DictConfig) -> list[str]:
-    """Return the packages that the command line allows. Return none for a config that exp.compose did not make."""
+    """Return the packages that the command line allows. The list is empty if exp.compose did not make the config."""
     return [str(name) for name in config[COMPOSITION][ALLOWED]] if COMPOSITION in config else []
 
 
 def _beginnings(config: DictConfig, known: Iterable[ErrorDetails]) -> tuple[object, object]:
-    """Return `resume` and `weights.from`. A value with an error is returned as None."""
+    """Return the values of `resume` and `weights.from`. None replaces a value with an error.
+
+    Args:
+        config: The config.
+        known: Errors of the config.
+    """
     resume = None if concern_keys(known, ("resume",)) else config.resume
     return resume, None if concern_keys(known, ("weights",)) else config.weights["from"]
 
@@ -117,9 +122,9 @@ def _hold_batches(config: DictConfig) -> bool:
 
 
 def _fill_in(config: DictConfig) -> tuple[Settings, Data] | None:
-    """Set the input shape, input dtype, number of outputs and number of classes if one of them is null.
+    """Set the shape and dtype of the inputs and the numbers of outputs and classes to those of the data set.
 
-    The values come from the data set.
+    The config is not changed if all these values are already set.
 
     Returns:
         The settings of the data set, and the data set. None if the config was not changed.
@@ -151,10 +156,15 @@ def _fill_in(config: DictConfig) -> tuple[Settings, Data] | None:
 
 
 def _with_data(resolved: Resolved, settings: Settings, data: Data) -> Resolved:
-    """Return a config with its data set, so that the plan does not read large files again.
+    """Return a config together with its data set, so that the plan does not read large files again.
 
-    The config is returned unchanged if the settings of the run build another data set, or if a split is a stream, which
-    may be readable only once.
+    The data set is left out if the settings of the run build another data set. It is also left out if a split is a
+    stream, because a stream may be readable only once.
+
+    Args:
+        resolved: The config.
+        settings: Settings from which the data set was built.
+        data: The data set.
     """
     from torch.utils.data import IterableDataset
 

@@ -1,6 +1,7 @@
 """Buffers that collect values on their device and copy them to the host together.
 
-Recorded has the values of an optimizer step until they are written. EpochValues sums the losses and metrics of a stage.
+Recorded stores the values of an optimizer step until the values are written. EpochValues sums the losses and metrics of
+a stage over an epoch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Recorded:
     Attributes:
         index: Number of the step, counted from 1.
         size: Number of samples in the step's global batches.
-        losses: 0-d tensors, computed from the samples of this rank: the loss, then its terms if there are several.
+        losses: 0-d tensors, computed from the samples of this rank. The first is the loss. If the objective has several
+            terms, the terms follow.
         values: Values of hooks and of the optimizer by tag: 0-d tensors on the device, floats, or panels.
         terms: Names of the computed terms. None means all terms.
         panels: Panels on the host by tag. `take_to_host` moves them from `values` to this dict.
@@ -53,14 +55,15 @@ class Recorded:
 
 
 def take_to_host(steps: Sequence[Recorded], strategy: Strategy) -> list[tuple[Recorded, list[float]]]:
-    """Copy the values and losses of steps to the host. Every rank must call this function.
+    """Copy the values and losses of several steps to the host together. Every rank must call this function.
 
     Args:
         steps: One or more steps.
         strategy: Strategy of the run.
 
     Returns:
-        Pairs of a step and its losses. The values of the step are floats. The losses are means over ranks.
+        Pairs of a step and the losses of the step. In each step, `values` now contains floats. The losses are means
+        over ranks.
     """
     losses = torch.stack([loss for step in steps for loss in step.losses])
     losses = strategy.reduce(losses, reduce_op="mean")
@@ -80,13 +83,13 @@ def take_to_host(steps: Sequence[Recorded], strategy: Strategy) -> list[tuple[Re
         for tag, value in step.values.items():
             if type(value) is not float:
                 step.values[tag] = _float(tag, value)
-    # Steps may have different terms, because a phase need not run in each step.
+    # Steps may have different terms, because some phases do not run in every step.
     ends = list(accumulate(len(step.losses) for step in steps))
     return [(step, numbers[end - len(step.losses) : end]) for step, end in zip(steps, ends, strict=True)]
 
 
 def on_host_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Panel]]:
-    """Return numbers and panels of hooks separately, copied to the host."""
+    """Copy values of hooks to the host, and return the numbers and the panels as two dicts by tag."""
     panels = {tag: value for tag, value in values.items() if isinstance(value, Panel)}
     numbers = {
         tag: _one_number(tag, value).item() if isinstance(value, Tensor) else _float(tag, value)
@@ -119,14 +122,14 @@ def _float(tag: str, value: SupportsFloat) -> float:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the tensors' numbers as one list. The first tensor is a vector; the others are 0-d."""
+    """Return the numbers of all tensors as one list. The first tensor is a vector, and the others are 0-d."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors[0].tolist() + [tensor.item() for tensor in tensors[1:]]
     return gather_numbers(tensors)
 
 
 def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the tensors' numbers as one list, with a single copy to the host.
+    """Return the numbers of all tensors as one list, with a single copy to the host.
 
     Tensors of the same device and dtype are stacked first.
     """
@@ -147,21 +150,23 @@ def gather_numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class EpochValues(nn.Module):
-    """Losses and metrics of one stage's epoch, collected on the device.
+    """Losses and metrics of one epoch of a stage, collected on the device.
 
-    A batch gives the mean of each term and the divisor of this mean, such as the number of samples. The result for
-    the epoch equals the term computed from all samples of the stage at once. All values are copied to the host at once.
+    Each batch adds the mean of each term, weighted by the divisor of the mean, such as the number of samples. The
+    result for the epoch therefore equals the term computed from all samples of the stage. At the end, all values are
+    copied to the host together.
 
     Args:
         stage: Stage of the values.
-        terms: Terms of the objective by name. If there are several, each term gets a tag.
+        terms: Terms of the objective by name. If there are several terms, each term is also logged under a separate
+            tag.
         measures: Metrics of the stage.
 
     Attributes:
-        summed: Names and terms whose weighted sum is the loss, in the order of the means passed to `add`. With phases,
-            a term occurs once per phase.
-        source: Stages of a pipeline, of which one rank has the outputs. None if this rank has the outputs.
-        leaves_out_lost: True if means that are nan or infinite are ignored.
+        summed: Pairs of name and term. The loss is the weighted sum of these terms. The means passed to `add` have the
+            same order. With phases, a term occurs once per phase.
+        source: Pipeline stages, if only one rank of a pipeline has the outputs. None if this rank has the outputs.
+        leaves_out_lost: True if `add` ignores means that are nan or infinite.
     """
 
     def __init__(self, *, stage: Stage, terms: Mapping[str, AbstractTerm], measures: Sequence[Measure]) -> None:
@@ -179,14 +184,15 @@ class EpochValues(nn.Module):
     def clear_losses(self) -> None:
         """Reset the sums of losses."""
         self._sums: Tensor | None = None
-        # Numbers of samples are floats on the host, because this needs no operation on the device.
+        # Divisors that are numbers of samples are floats on the host, because adding floats needs no operation on the
+        # device.
         self._divisors: list[Tensor | float] = [0.0] * len(self.summed)
 
     def add(self, means: Sequence[Mean], *, first: int = 0) -> None:
         """Add the means of one batch, each weighted by its divisor. A mean with the divisor 0 is ignored.
 
         Args:
-            means: Pairs of mean and divisor, for consecutive terms of `summed`.
+            means: Pairs of a mean and its divisor, for consecutive terms of `summed`.
             first: Index of the first of these terms in `summed`. Default: 0.
         """
         if self.leaves_out_lost:
@@ -203,7 +209,7 @@ class EpochValues(nn.Module):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def read(self, values: Values) -> dict[str, Any]:
-        """Return the values that the metrics need, by name and detached from the graph.
+        """Return the values that the metrics need, by name. The tensors are detached from the graph.
 
         Args:
             values: All values of the forward by name.
@@ -221,9 +227,9 @@ class EpochValues(nn.Module):
             measure.update(read)
 
     def finish(self, strategy: Strategy) -> dict[str, float]:
-        """Return the epoch's values over all ranks by tag, and reset the sums and metrics.
+        """Return the losses and metrics of the epoch over all ranks, by tag, and reset the sums and metrics.
 
-        Every rank must call this method. A term with the divisor 0 has no tag and adds nothing to the loss.
+        Every rank must call this method. A term with the divisor 0 is left out of the result and of the loss.
 
         Raises:
             RunError: A metric returned something other than numbers.
@@ -231,7 +237,7 @@ class EpochValues(nn.Module):
         device = strategy.root_device
         totals = self.totals(strategy)
         metrics = self._compute()
-        # Numbers are stacked before the copy, because each copy of a single number waits for the device.
+        # Numbers are stacked and copied together, because each copy to the host waits for the device.
         found = [torch.stack(list(one.values())).to(device, totals.dtype) for one in metrics.values() if one]
         values = torch.cat([totals, *found])
         self.clear_losses()
@@ -265,7 +271,7 @@ class EpochValues(nn.Module):
         return totals
 
     def state(self, strategy: Strategy, *, with_losses: bool) -> dict[str, object]:
-        """Return the checkpoint entries with the metrics' states and the sums over all ranks.
+        """Return the checkpoint entries with the states of the metrics and the sums of the losses over all ranks.
 
         Every rank must call this method.
 
@@ -299,14 +305,14 @@ class EpochValues(nn.Module):
             self._divisors = list(divisors.unbind())
 
     def _compute(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the values of each metric by metric name and entry, and reset the metrics."""
+        """Reset the metrics, and return the values of each metric as a dict by metric name."""
         values = self._from_source(lambda: {measure.name: measure.compute() for measure in self.measures})
         for measure in self.measures:
             measure.metric.reset()
         return values
 
     def _from_source(self, make: Callable[[], Mapping[str, Value]]) -> Mapping[str, Value]:
-        """Return the result of the function `make`, which only the rank with the network's outputs calls."""
+        """Call `make` only on the rank with the network's outputs, and return the result on every rank."""
         if self.source is None:
             return make()
         return self.source.broadcast_output(make() if self.source.has_output else {})

@@ -25,17 +25,17 @@ from exp.spelling import among
 
 # Folder of the checkpoints in a run directory.
 CHECKPOINTS = "checkpoints"
-# File of the state that exp.resume --verify computes again.
+# File in which exp.resume --verify stores the state that it computes again.
 VERIFIED = "state.ckpt"
 # Checkpoint entry with the version of the format. Formats 1 and 2 also contained shapes and checksums of all entries.
 MANIFEST, FORMAT = "exp_manifest", 3
 NUMBERS = frozenset({bool, int, float, type(None)})
-# Size in bytes of the largest state that the thread writes when checkpoint.async is not set. Two copies may be in
-# memory at a time.
+# Largest size in bytes of a state that a thread writes if checkpoint.async is not set. Two copies of the state may be
+# in memory at the same time.
 LARGEST_COPY = 2**30
-# Size in bytes of the largest state that is serialized in memory without a thread. Serializing takes 1 ms per MB.
+# Largest size in bytes of a state that is serialized in memory if no thread writes. Serializing takes 1 ms per MB.
 PACKED_BYTES = 16 * 2**20
-# Checkpoint entry with the trained weights, present if the entry state_dict has averaged weights.
+# Checkpoint entry with the trained weights. It exists only if the entry state_dict has averaged weights.
 CURRENT = "current_model_state"
 # Content of a checkpoint by name: nested tensors and plain values.
 State = dict[str, Any]
@@ -47,14 +47,14 @@ OWN = "network."
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Checkpoint writer that keeps either the old or the new file intact if the process is killed.
+    """Checkpoint writer that leaves a complete file, old or new, if the process is killed.
 
-    It writes to a partial file, syncs it and renames it. Lightning's class writes to $TMPDIR and moves the file without
-    a sync. If $TMPDIR is on another filesystem, the move is a copy. A kill or a full disk during this copy leaves an
-    incomplete file instead of the old one.
+    The writer writes to a temporary file in the same directory, syncs this file to the disk and renames it. Lightning's
+    writer writes to $TMPDIR and moves the file without a sync. If $TMPDIR is on another filesystem, the move is a copy.
+    If the process is killed or the disk is full during this copy, the old file is lost.
 
     Args:
-        is_synced: Whether a file is synced to the disk before its save returns; see exp.files. Default: True.
+        is_synced: Whether a save syncs the file to the disk before it returns; see exp.files. Default: True.
     """
 
     def __init__(self, *, is_synced: bool = True) -> None:
@@ -80,7 +80,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.write(serialize(checkpoint) if bytes_of(checkpoint) <= PACKED_BYTES else checkpoint, path)
 
     def write(self, checkpoint: State | bytes, path: Path) -> None:
-        """Replace the file by a checkpoint, given as its content or as the bytes of its file."""
+        """Write a checkpoint to a path. The checkpoint is given as a state or as the bytes of a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoint, bytes):
             write_atomic(path, checkpoint, is_synced=self._is_synced)
@@ -89,7 +89,7 @@ class AtomicCheckpointIO(CheckpointIO):
             try:
                 torch.save(with_manifest(checkpoint), file)
             except RuntimeError as error:
-                # torch's writer replaces the file's OSError by an error about positions.
+                # torch's writer replaces the OSError of the write by an unrelated RuntimeError about file positions.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -102,7 +102,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> State:
         """Read a checkpoint after all pending writes have finished.
 
-        The file may contain only tensors and plain values, whatever the value of `weights_only`.
+        The file may contain only tensors and plain values. The argument `weights_only` has no effect.
 
         Raises:
             RunError: The file is missing or damaged, or contains other objects.
@@ -114,13 +114,16 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        """Copy a saved file atomically. If the file has been removed, return without an error."""
+        """Copy a saved file atomically. Do nothing if the file does not exist."""
         with suppress(FileNotFoundError):
             copy_checkpoint(source, target)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Return a context in which saves may finish later. The caller must call `settle` before the files are read."""
+        """Return a context in which a save may return before it has written the file.
+
+        Call `settle` before reading the file.
+        """
         yield
 
     def settle(self) -> None:
@@ -128,16 +131,17 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class ThreadedCheckpointIO(AtomicCheckpointIO):
-    """Checkpoint writer that writes in a thread, in the order of the calls, while training continues.
+    """Checkpoint writer that writes files in a thread while training continues.
 
-    The state is serialized before the thread receives it. Pickling in the thread would compete with training for the
-    interpreter. At most one checkpoint waits while another is written; a further save blocks. If a write fails, the
-    next call raises its error, and no later checkpoint is written. Outside of `in_background`, a save returns after the
-    file is on the disk, because a user's callback may read it.
+    The state is serialized before the thread receives it, because pickling in the thread would compete with training
+    for the interpreter. Files are written in the order of the calls. At most one checkpoint waits while the previous
+    one is written, and the next save blocks. If a write fails, the next call raises the error, and no later checkpoint
+    is written. Outside of `in_background`, a save returns only after the file is on the disk, because a user's callback
+    may read the file.
 
     Args:
-        largest: Size in bytes of the largest state that the thread writes. A larger state is written before training
-            continues. None sets no limit. Default: None.
+        largest: Largest size in bytes of a state that the thread writes. Training waits while a larger state is
+            written. None: no limit. Default: None.
     """
 
     MOST = 2
@@ -203,12 +207,12 @@ def serialize(checkpoint: State) -> bytes:
 
 
 def with_manifest(checkpoint: State) -> State:
-    """Return the checkpoint with an additional entry: the version of the format."""
+    """Return a copy of the checkpoint with an entry for the version of the format."""
     return {**checkpoint, MANIFEST: {"format": FORMAT}}
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: str | torch.device | None = None) -> State:
-    """Return the content of a run's checkpoint. AtomicCheckpointIO.load_checkpoint documents the errors."""
+    """Return the content of a checkpoint of a run. Raise the errors of AtomicCheckpointIO.load_checkpoint."""
     checkpoint = read_plain(path, map_location=map_location)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise RunError(f"{path} is not a checkpoint of a run, because it has no entry state_dict")
@@ -244,8 +248,8 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
 
     Args:
         path: Path of the file.
-        averaged: Whether to return the averaged weights of a run that averages weights. If false, the trained weights
-            are returned. Default: True.
+        averaged: Whether to return averaged weights if the file has averaged weights. If false, the weights without
+            averaging are returned. Default: True.
 
     Raises:
         RunError: The file is missing or damaged, or has no weights.
@@ -269,7 +273,10 @@ def read_weights(path: Path, *, averaged: bool = True) -> dict[str, Tensor]:
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes of exp, DDP and torch.compile from names, and merge LoRA's products into the weights."""
+    """Return weights with the names of the bare network, and with LoRA's products added to the weights.
+
+    The prefixes of exp, DDP and torch.compile are removed from the names.
+    """
     own = {name.removeprefix(OWN): tensor for name, tensor in weights.items() if name.startswith(OWN)}
     weights = own or weights
     for _ in WRAPPERS:
@@ -301,7 +308,7 @@ def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> No
     """
     partial = partial_path(target)
     with source.open("rb") as file, close_in_forks(file):
-        # The lock also protects the link, because a link is the same file: sweep_partial_files skips locked files.
+        # A hard link is the same file, so the lock also protects the link from the removal of partial files.
         lock(file)
         try:
             os.link(source, partial)
@@ -312,7 +319,7 @@ def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> No
         try:
             partial.replace(target)
         finally:
-            # A rename between two names of the same file leaves both names.
+            # If both names already belong to the same file, a rename leaves both names.
             partial.unlink(missing_ok=True)
     if is_synced:
         sync_directory(target.parent)
@@ -321,7 +328,7 @@ def copy_checkpoint(source: Path, target: Path, *, is_synced: bool = True) -> No
 def require_plain(value: object, *, key: str = "", fix: str = "Leave the entry out of state_dict()") -> None:
     """Raise RunError for a value that is neither a tensor nor a plain value.
 
-    torch saves such a value but fails when it loads the file.
+    torch could save such a value, but loading the file would fail.
 
     Args:
         value: Entry of a checkpoint.

@@ -41,8 +41,8 @@ from exp.spelling import among, did_you_mean
 log = logging.getLogger(__name__)
 
 POSITION, BEST, CONFIG = "exp_position", "exp_best", "exp_config"
-# Folder inside checkpoints/ for Lightning's callbacks without a dirpath, so that their last.ckpt does not replace
-# exp's.
+# Folder inside checkpoints/ for Lightning's ModelCheckpoint without a dirpath. In a separate folder, its last.ckpt does
+# not replace the last.ckpt of exp.
 OF_LIGHTNING = "lightning"
 # Fields of the best value that are saved in a checkpoint.
 BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
@@ -51,17 +51,20 @@ BEST_KEYS = ("metric", "value", "step", "epoch", "metrics")
 class Checkpointing(Callback):
     """Callback that writes checkpoints/last.ckpt and checkpoints/best.ckpt in the run directory.
 
-    It writes before a training batch or at the end of fit. At both points, the last optimizer step with its schedules,
-    validation and callbacks is complete. Therefore a resumed run computes the same states. This callback must precede
-    the user's callbacks in the Trainer's list, because a resumed run calls the users' hooks of this batch again.
+    Checkpoints are written before a training batch or at the end of fit. At these points, the last optimizer step is
+    complete, including its schedules, validation and callbacks. Therefore, a resumed run computes the same states. This
+    callback must precede the user's callbacks in the Trainer's list, because a resumed run calls the hooks of the next
+    batch again.
 
     Args:
         directory: Run directory.
-        monitor: Tag that selects the checkpoint saved as best.ckpt. Values that are not finite are ignored. None writes
-            no best.ckpt. Default: loss/val.
-        mode: `min` or `max`: the smallest or the largest value is the best. Default: min.
-        every_n_steps: Number of optimizer steps between two writes of last.ckpt within an epoch. Default: None.
-        every_n_minutes: Minutes between two writes of last.ckpt within an epoch, by the clock of rank 0. Default: None.
+        monitor: Tag of the value that selects the best checkpoint. Values that are not finite are ignored. None:
+            best.ckpt is not written. Default: loss/val.
+        mode: `min` if the smallest value is the best, `max` if the largest value is the best. Default: min.
+        every_n_steps: Number of optimizer steps between two writes of last.ckpt within an epoch. None: last.ckpt is not
+            written by steps. Default: None.
+        every_n_minutes: Minutes between two writes of last.ckpt within an epoch, by the clock of rank 0. None:
+            last.ckpt is not written by time. Default: None.
         save_last: Whether to write last.ckpt. Default: True.
         save_best: Whether to write best.ckpt. Default: True.
         config: Text that is saved in each checkpoint, such as the config as YAML. Default: None.
@@ -82,7 +85,8 @@ class Checkpointing(Callback):
         super().__init__()
         # Optimizer step at which the last validation ran.
         self._validated_at: int | None = None
-        # Monitored value before the last validation, and the monitored value that was compared last.
+        # Monitored value before the last validation, and the last monitored value that was compared with the best
+        # value.
         self._before_validation: Tensor | None = None
         self._compared: Tensor | None = None
         self.directory = Path(directory) / CHECKPOINTS
@@ -120,7 +124,7 @@ class Checkpointing(Callback):
             trainer.strategy.barrier("checkpoints")
 
     def save(self, trainer: Trainer, position: Position, path: Path) -> None:
-        """Write the current state with its position to a path. Every rank must call this method.
+        """Write a checkpoint with the current state and a position. Every rank must call this method.
 
         Raises:
             OSError: The write failed. Raised on rank 0.
@@ -136,7 +140,7 @@ class Checkpointing(Callback):
     # --- when ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Without a dirpath, these callbacks would write to the folder of a logger.
+        # A ModelCheckpoint without a dirpath would write to the folder of a logger.
         for one in trainer.checkpoint_callbacks:
             if isinstance(one, ModelCheckpoint) and one.dirpath is None:
                 one.dirpath = str(self.directory / OF_LIGHTNING)
@@ -152,7 +156,7 @@ class Checkpointing(Callback):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
         self.is_wanted = False
         self._owes_last = self._is_restored
-        # Recording has just logged the values from before a resume again.
+        # Recording has just restored the values of the checkpoint, which are not new.
         self._compared = trainer.callback_metrics.get(str(self.monitor))
         if self._is_restored:
             self._is_restored = False
@@ -172,7 +176,7 @@ class Checkpointing(Callback):
             return
         is_window = batch_idx % trainer.accumulate_grad_batches == 0
         every = self.every_n_steps
-        # `step % every` would miss a step at which batches are still accumulated.
+        # The quotients are compared. `step % every == 0` would miss a step if batches are still being accumulated.
         by_steps = every is not None and step // every > self._saved_step // every
         is_due = is_window and (batch_idx == 0 or by_steps or self.is_wanted)
         if is_due or self._is_better:
@@ -182,7 +186,7 @@ class Checkpointing(Callback):
         self._end(trainer, after_fit(trainer))
 
     def _end(self, trainer: Trainer, position: Position) -> None:
-        """Write the last state unless it is already written, and wait for all writes.
+        """Write last.ckpt unless the current state is already written, and wait for all writes.
 
         Every rank must call this method.
         """
@@ -232,15 +236,16 @@ class Checkpointing(Callback):
         found = trainer.callback_metrics.get(str(self.monitor))
         if found is not None and found is not self._compared:
             self._compare(trainer, found)
-        # The check has found the tags of a TrainingModule. A user's module may log the monitored value in a validation.
+        # For a TrainingModule, the check has already verified the tag. A user's module may log the tag in a later
+        # validation.
         is_checked = isinstance(pl_module, TrainingModule) or trainer.enable_validation
         if found is None and self.is_saving_best and (self._validated_at is not None or not is_checked):
             monitored_value(trainer.callback_metrics, str(self.monitor))  # raises an error
         if self.best is not None and self.best["epoch"] == trainer.current_epoch:
             note_metrics(self.best, trainer.callback_metrics, stage="train")
         if not is_epoch_complete(trainer):
-            # A limit ends the run within an epoch. Other callbacks may act now, although a longer run would not end the
-            # epoch at this batch.
+            # A limit ends the run within an epoch. The checkpoint is written now, because other callbacks may next act
+            # as if the epoch had ended.
             self._end(trainer, before_batch(trainer, trainer.fit_loop.batch_idx + 1))
 
     def _compare(self, trainer: Trainer, found: Tensor) -> None:
@@ -260,9 +265,9 @@ class Checkpointing(Callback):
                 logger.log_metrics(best_scalars(self.best), trainer.global_step)
 
     def _copy_best(self, trainer: Trainer) -> None:
-        """Copy best.ckpt from the run directory that this run resumes from.
+        """Copy best.ckpt from the run directory of the checkpoint that this run resumes from.
 
-        A best.ckpt of a step after the resumed step is not copied, because this run trains that step again.
+        If best.ckpt was written after the resumed step, it is not copied, because this run trains those steps again.
         """
         best = self.best
         if best is not None and trainer.is_global_zero:
@@ -278,9 +283,9 @@ class Checkpointing(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if self._position is None:
-            return  # a user's callback saves it; such a checkpoint can be evaluated but not resumed
+            return  # a user's callback saves the checkpoint, which can be evaluated but not resumed
         checkpoint[POSITION] = dataclasses.asdict(self._position)
-        # The path is not saved, because a path read from a file is not trusted.
+        # The path of best.ckpt is not saved, because a path read from a file is not trusted.
         checkpoint[BEST] = self.best and {key: self.best[key] for key in BEST_KEYS}
         if self.config is not None:
             checkpoint[CONFIG] = self.config
@@ -313,10 +318,10 @@ class Checkpointing(Callback):
 
 
 def position_in(path: Path | str) -> Position | None:
-    """Return the position saved in a checkpoint; None if the checkpoint has no position.
+    """Return the position in a checkpoint; None if the checkpoint has no position.
 
     Args:
-        path: Path of a checkpoint. Its checksums are not verified.
+        path: Path of a checkpoint. The checksums of the file are not verified.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return Position.of(state[POSITION]) if POSITION in state else None
@@ -350,9 +355,13 @@ def note_metrics(best: dict[str, Any], values: Mapping[str, Any], *, stage: Stag
 
 
 def best_from(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the best value saved in a checkpoint, completed with the path of best.ckpt.
+    """Complete the best value that a checkpoint contains, and return it.
 
-    Checkpoints of old versions have no epoch and no metrics; the defaults are -1 and an empty dict.
+    Checkpoints of old versions of exp have no epoch and no metrics of the best value. The defaults are -1 and {}.
+
+    Args:
+        found: Fields of the best value in the checkpoint.
+        path: Path of best.ckpt, which is added to the fields.
     """
     return {"epoch": -1, "metrics": {}, **found, "checkpoint": str(path)}
 
@@ -369,7 +378,7 @@ def sweep_run(directory: Path) -> None:
 
 
 def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
-    """Return whether the file is the best.ckpt written for the step of `best`."""
+    """Return whether a checkpoint was saved as the best at the step of `best`."""
     try:
         found = read_checkpoint(path)[BEST]
     except (RunError, KeyError):
@@ -378,13 +387,16 @@ def _is_best(path: Path, best: Mapping[str, Any]) -> bool:
 
 
 def find_best(best: dict[str, Any], source: Path, path: Path, *, step: int) -> dict[str, Any] | None:
-    """Copy the checkpoint of the best value to `path`. Return the best value, or None if no file has its weights.
+    """Make sure that `path` is the checkpoint of the best value, by copying it if necessary.
 
     Args:
         best: Best value of a run.
         source: Checkpoint that the run resumes from.
         path: Path of this run's best.ckpt.
         step: Optimizer step of `source`.
+
+    Returns:
+        The best value. None if no file has the weights of the best value.
     """
     found = next((one for one in (path, source.with_name("best.ckpt")) if _is_best(one, best)), None)
     if found is None and best["step"] == step:

@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal, as a bar or as lines, and in train.log."""
+"""Display of a run's progress: a bar or lines on the terminal, and lines in train.log."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ADVICE = (
 )
 NOWHERE = Path(os.devnull)
 LIGHTNING = frozenset({"lightning", "lightning_utilities", "lightning_fabric", "pytorch_lightning"})
-# A person reads at most four numbers per second.
+# Shortest time in seconds between two refreshes, because a person reads at most four numbers per second.
 REFRESH_SECONDS = 0.25
-# Minimum seconds between two lines: at the ends of epochs, and within an epoch.
+# Shortest time in seconds between two lines. LINE_SECONDS: at the end of an epoch. LONG_SECONDS: within an epoch.
 LINE_SECONDS, LONG_SECONDS = 5.0, 30.0
 # Width of the bar in columns.
 BAR_WIDTH = 12
@@ -55,8 +55,8 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
     Args:
         directory: Run directory.
         rank: Rank of this process.
-        not_written: List that receives {what, error} for each output that failed: the terminal, the log, a logger or a
-            picture.
+        not_written: List to which a dict with the keys `what` and `error` is appended for each output that fails.
+            Outputs are the terminal, the log, the loggers and the pictures.
     """
     path = Path(directory) / ("train.log" if rank.is_first else f"train.rank{rank.global_rank}.log")
     root, own = logging.getLogger(), logging.getLogger("exp")
@@ -82,7 +82,8 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
             for logger, _, _ in chatty:
                 logger.handlers, logger.propagate = [], True
             logging.captureWarnings(True)
-            # The checks of exp give the same advice. Users cannot change deprecated calls in Lightning's code.
+            # Lightning's advice is hidden, because the checks of exp give the same advice. Deprecation warnings about
+            # Lightning's code are hidden, because users cannot change this code.
             warnings.filterwarnings("ignore", message=ADVICE, category=PossibleUserWarning)
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module="lightning")
@@ -100,12 +101,12 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
 
 
 def is_of_the_run(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. Lightning's messages below WARNING are left out."""
+    """Return whether a record is logged. Records of Lightning below the level WARNING are not logged."""
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] not in LIGHTNING
 
 
 class _Formatter(logging.Formatter):
-    """Log formatter that replaces secrets in messages and tracebacks by the secrets' names."""
+    """Log formatter that replaces each secret in messages and tracebacks by the name of the secret."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
@@ -118,7 +119,7 @@ class _ScreenHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Tracebacks go to the log file; the terminal shows only the message.
+        # The terminal shows only the message. The log file also contains tracebacks.
         print(redact(record.getMessage()), file=sys.stderr)
 
 
@@ -126,7 +127,7 @@ def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
     """Return the callbacks that show the progress of a run. On ranks other than 0 the list is empty.
 
     Args:
-        enabled: Value of trainer.enable_progress_bar. If false, lines are written only to train.log.
+        enabled: Value of trainer.enable_progress_bar. If false, progress is written only to train.log.
         rank: Rank of this process.
     """
     if not rank.is_first:
@@ -136,7 +137,7 @@ def progress(enabled: bool, *, rank: Rank) -> list[Callback]:
 
 @dataclass(frozen=True)
 class View:
-    """Numbers that a progress display shows.
+    """The data that a progress display shows.
 
     Attributes:
         title: Title such as `epoch 3/30`. Outside of training, the name of the stage.
@@ -267,7 +268,7 @@ class Progress(Callback):
         self._latest: Callable[[], dict[str, float]] = dict
         self._shown = 0.0
         self._rate: float | None = None
-        # Step and time of the last speed measurement. The time is shifted by the duration of later validations.
+        # Step and time of the last speed measurement. The duration of later validations is added to the time.
         self._step, self._measured = 0, 0.0
         self._validating_since = 0.0
 
@@ -294,7 +295,7 @@ class Progress(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._measured += time.monotonic() - self._validating_since
-        # If the epoch ends with this validation, the end of the epoch shows the line.
+        # If the epoch ends with this validation, on_train_epoch_end shows the line.
         if trainer.state.fn == "fit" and not trainer.is_last_batch and not trainer.sanity_checking:
             self._show("milestone", self._view_epoch(trainer))
 
@@ -321,7 +322,7 @@ class Progress(Callback):
         self._show("close")
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether to refresh the display. If so, also measure the speed."""
+        """Return whether the display has to be refreshed. If it has to be, measure the speed, too."""
         now = time.monotonic()
         if now - self._shown < REFRESH_SECONDS:
             return False
@@ -335,7 +336,7 @@ class Progress(Callback):
 
     def _view_epoch(self, trainer: Trainer) -> View:
         epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or -1
-        # At the end of the last epoch, Lightning has counted one more.
+        # At the end of the last epoch, Lightning's current_epoch is already one larger.
         title = f"epoch {min(epoch, epochs)}/{epochs}" if epochs > 0 else f"epoch {epoch}"
         return self._view(trainer, title, trainer.fit_loop.batch_idx + 1, trainer.num_training_batches)
 

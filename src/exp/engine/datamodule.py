@@ -1,4 +1,4 @@
-"""LightningDataModule for exp's data. Its training batches start at the run's position."""
+"""LightningDataModule for exp's data. Training batches start at the position of the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class StagedData(LightningDataModule):
 
     Args:
         data: Data of the run.
-        rank: Index of this rank's part of each global batch. Ranks that split one model use the same part. Default: 0.
+        rank: Index of the part of each global batch that this rank uses. Ranks that split one model use the same part.
+            Default: 0.
         world_size: Number of parts of each global batch. Default: 1.
 
     Attributes:
@@ -64,7 +65,7 @@ class StagedData(LightningDataModule):
         self.seconds_waited = 0.0
 
     def setup(self, stage: str) -> None:
-        """Disable validation if the data has no validation split. Otherwise, Lightning would request its loader."""
+        """Disable validation if the data has no validation split, because Lightning would request a loader for it."""
         if "val" not in self.data.stages:
             self.trainer.limit_val_batches = 0
 
@@ -81,7 +82,10 @@ class StagedData(LightningDataModule):
             return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values fitted on the training split. Lightning saves them under the name of this class."""
+        """Return the values that were fitted to the training split, such as a mean.
+
+        Lightning saves the values in checkpoints, under the name of this class.
+        """
         return dict(self.data.fitted)
 
     def train_dataloader(self) -> Batches:
@@ -128,19 +132,19 @@ class StagedData(LightningDataModule):
 
 
 class RunData(StagedData):
-    """Data module of a run with exp's TrainingModule. Its batches are Batch objects."""
+    """Data module for exp's TrainingModule. The batches are Batch objects."""
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         return place_batch(batch, device)
 
 
 class PlainData(StagedData):
-    """Data module of a run with a user's LightningModule. Its batches are what the data set returns, not Batch objects.
+    """Data module for a user's LightningModule. A batch contains only the collated samples, without a Batch object.
 
     The module or Lightning moves the batches to the device.
 
     Attributes:
-        shares: Sizes of recent training batches on this rank, as Batch objects without data, by batch number.
+        shares: Recent training batches by number, as Batch objects without data. They contain the sizes of the batches.
         current: Batch object of the current batch.
     """
 
@@ -161,12 +165,12 @@ class PlainData(StagedData):
 
 
 def place_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device. On a CPU this is the same object; Lightning's function would copy it."""
+    """Return the batch on a device. On a CPU, return the same object, which Lightning's function would copy."""
     return batch if device.type == "cpu" else batch.with_data(move_tensors(batch.data, device))
 
 
 def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
-    """Return the values that a run fitted on its training split, read from its checkpoint.
+    """Return the values in a checkpoint that were fitted to the training split, such as a mean.
 
     Returns:
         Fitted values by name; None if the checkpoint has no such entry.
@@ -180,9 +184,9 @@ def fitted_in(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 class Batches:
-    """Batches of one stage. A training iterator starts at the Trainer's position.
+    """Batches of one stage. In training, the batches start at the Trainer's position.
 
-    The position is read from the Trainer, because Lightning creates iterators that it does not use.
+    Each iterator reads the position from the Trainer, because Lightning creates iterators that it never uses.
 
     Attributes:
         ahead: Training iterator that was created last.
@@ -200,10 +204,10 @@ class Batches:
         return self._loader
 
     def release(self) -> None:
-        """Delete the reference to the loader, so that its worker processes end.
+        """Delete the reference to the loader, so that the loader's worker processes end.
 
-        Lightning keeps this object as long as the Trainer exists. Workers that ignore signals would block the
-        interpreter's exit.
+        Lightning keeps this object as long as the Trainer exists. Worker processes that ignore signals would then block
+        the exit of the interpreter.
         """
         self._loader = self.ahead = None
 
@@ -216,7 +220,7 @@ class Batches:
         return self.ahead
 
     def _transform(self, batches: Iterator[Batch], position: tuple[int, int]) -> Iterator[Batch]:
-        """Return the batches after the transforms that run on the device.
+        """Return the batches, with the transforms that run on the device applied.
 
         Args:
             batches: Batches of the loader.
@@ -237,9 +241,9 @@ class Batches:
         return len(self.loader)
 
     def state_dict(self) -> dict[str, object]:
-        """Return an empty state, because the run's checkpoint has the position.
+        """Return an empty state, because the position is saved elsewhere in the checkpoint.
 
-        Lightning treats loaders with this method as resumable.
+        The method exists because Lightning treats loaders with this method as resumable.
         """
         return {}
 
@@ -248,7 +252,7 @@ class Batches:
 
 
 class PlainBatches(Batches):
-    """Batches of a PlainData module. Iterating returns only the data; PlainData.shares receives the sizes."""
+    """Batches of a PlainData module. Iterating yields only the data, and stores the sizes in PlainData.shares."""
 
     def __iter__(self) -> Iterator[Any]:
         module = self._module
@@ -268,7 +272,7 @@ class Ahead(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch], loader: Loader, module: StagedData, position: tuple[int, int]) -> None:
         self._batches, self._module, self._sampler = batches, module, loader.sampler
         self._epoch, self._next = position
-        # Batches from number `_first`: not yet returned, or micro-batches of the current step.
+        # Batches from number `_first` on that were read in advance, and micro-batches of the current step.
         self._read: deque[Batch] = deque()
         self._first = self._next
 
@@ -286,7 +290,7 @@ class Ahead(Iterator[Batch]):
         return self._read[self._next - 1 - self._first]
 
     def micro_batches(self, start: int, stop: int, *, with_data: bool) -> Sequence[Batch]:
-        """Return this rank's parts of the batches `start` to `stop - 1`.
+        """Return this rank's parts of the training batches `start` to `stop - 1`.
 
         The list is shorter if the data ends before `stop`.
 

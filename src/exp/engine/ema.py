@@ -1,8 +1,8 @@
-"""Exponential moving average of the weights, which validation, tests and checkpoints use.
+"""Callback that averages the weights exponentially for validation, tests and checkpoints.
 
-Lightning 2.6 has EMAWeightAveraging. This callback replaces it for two reasons. With EMAWeightAveraging,
-`trainer.test(ckpt_path="best")` after fit loads weights that are not averaged. It also deep-copies the whole
-LightningModule, including all objects that hooks attach to the module.
+The callback replaces Lightning's EMAWeightAveraging for two reasons. With Lightning's callback (2.6),
+`trainer.test(ckpt_path="best")` after fit loads weights that are not averaged. Lightning's callback also deep-copies
+the whole LightningModule, including all objects that hooks attach to the module.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ log = logging.getLogger(__name__)
 class ExponentialMovingAverage(Callback):
     """Callback that averages the weights after each optimizer step.
 
-    An update sets `average = decay * average + (1 - decay) * weights`. The first update copies the weights. Every
-    update copies frozen parameters. Buffers, such as the statistics of BatchNorm, are not averaged. Steps that the
-    optimizer skips because a gradient is not finite do not count. Averages of half-precision weights are float32,
-    because an update is often smaller than the precision of bfloat16.
+    An update sets `average = decay * average + (1 - decay) * weights`. The first update copies the weights. Frozen
+    parameters are copied in every update. Buffers, such as the statistics of BatchNorm, are not averaged. If the
+    optimizer skips a step because a gradient is not finite, the averages are not updated. Averages of half-precision
+    weights are float32, because an update is often smaller than the precision of bfloat16.
 
-    The averages are used by validation within fit, in the `state_dict` of checkpoints, and in the module after fit.
-    Training uses the weights. A resumed run restores averages and weights.
+    Validation within fit uses the averages, and so does the module after fit. The `state_dict` of a checkpoint contains
+    the averages. Training uses the weights without averaging. A resumed run restores the averages and the weights.
 
     Args:
         decay: Weight of the old average. Default: 0.999.
-        warmup: Whether to use min(decay, (1 + n) / (10 + n)) as the decay after n updates. This reduces the influence
-            of the first weights in a short run. TensorFlow's ExponentialMovingAverage has the same rule. Default: True.
+        warmup: Whether the decay after n updates is min(decay, (1 + n) / (10 + n)). A smaller decay at the start
+            reduces the influence of the first weights. TensorFlow's ExponentialMovingAverage has the same rule.
+            Default: True.
     """
 
     # Strategies read this attribute of every callback.
@@ -62,11 +63,12 @@ class ExponentialMovingAverage(Callback):
         self._current: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The checkpoint was loaded before the strategy moved the module to its device. Also, fit may be called again.
+        # If fit is called again, the module contains the averages. After a resume, the strategy has moved the module to
+        # its device, but not the loaded averages.
         self._swap_out(pl_module)
         own = _tensors(pl_module)
         if isinstance(trainer.strategy, WholeState):
-            # A checkpoint has whole tensors. The strategy has split the network only at this point.
+            # A checkpoint has whole tensors. They are split now, because the strategy has only now split the network.
             self.average = trainer.strategy.parts_of(self.average, own)
         self.average = {name: tensor.to(own[name].device) for name, tensor in self.average.items()}
 
@@ -136,7 +138,7 @@ class ExponentialMovingAverage(Callback):
             return
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates)) if self.warmup else self.decay
         trained = [name for name, tensor in own.items() if tensor.requires_grad]
-        # Local shards, because torch refuses lists of DTensors and plain tensors.
+        # Local shards are used, because torch rejects lists that contain both DTensors and plain tensors.
         averages = [local_part(self.average[name]) for name in trained]
         weights = [local_part(own[name]).to(self.average[name].dtype) for name in trained]
         if trained:
@@ -146,7 +148,7 @@ class ExponentialMovingAverage(Callback):
         self._updates += 1
 
     def _swap_in(self, module: LightningModule) -> None:
-        """Copy the averages into the module. Keep the weights in `_current`."""
+        """Copy the averages into the module, after storing the weights in `_current`."""
         if self.average and not self._current:
             own = _tensors(module)
             self._current = {name: tensor.detach().clone() for name, tensor in own.items()}

@@ -20,9 +20,9 @@ from exp.shared_types import INPUT
 
 # Values of one forward by name.
 Values = Mapping[str, Any]
-# Callable that returns a network's output for its inputs: the network, or a replacement of it.
+# Callable that returns the output for the inputs of a network: the network itself or a replacement.
 Runner = Callable[..., Any]
-# Function that returns the values of one forward by name, given a Runner and the data of a batch.
+# Function that returns the values of one forward by name. Its arguments are a Runner and the data of a batch.
 Forward = Callable[[Runner, Any], dict[str, Any]]
 
 
@@ -32,7 +32,7 @@ def forward_by_name(network: nn.Module, inputs: Sequence[str] = INPUT) -> Forwar
     The names are:
       - the entries of the batch: `input` and `target` if the batch has no names;
       - the outputs that the network names (see nested.named_parts);
-      - `output`: the whole output, unless the network uses this name for one of its outputs.
+      - `output`: the whole output, unless the network gives this name to one of several outputs.
 
     Args:
         network: The network.
@@ -79,10 +79,11 @@ def make_passes(
     runner: Runner | None = None,
     loss_scale: Tensor | float | None = None,
 ) -> Passes:
-    """Return the Passes object of one step. Call this function inside `enable_needs`, under the autocast of the step.
+    """Return the Passes object of one step, with which loss terms run further forwards.
 
     Args:
-        needs: Needs of the objective, or of the terms of one phase.
+        needs: Needs of the objective, or of the terms of one phase. Call this function inside `enable_needs`, and under
+            the autocast of the step.
         network: The network.
         run: Function that runs one forward; see Passes.
         data: Data of the batch.
@@ -122,7 +123,7 @@ def enable_needs(needs: frozenset[str], network: nn.Module) -> Iterator[None]:
 
 
 def _outside_inference(data: Nested) -> Nested:
-    """Return the data with inference tensors cloned, because autograd does not support inference tensors.
+    """Return the data with clones of all inference tensors, because autograd does not support inference tensors.
 
     Evaluation reads its batches in inference mode.
     """

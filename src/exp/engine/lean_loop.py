@@ -7,14 +7,15 @@ Lightning's own loop                                this module
         closure in closure in optimizer.step                    call only overridden hooks, listed once per execution
         results of self.log, which are always empty             forward, backward, clipping, optimizer, schedule
 
-An execution is one call of `advance`. Counters, hooks and their order equal Lightning's whenever a callback reads them.
-An execution ends before each task of the outer loop: a validation, the end of an epoch, a stop. At its start, it looks
-up all parts again, because callbacks may have changed them. The lookup takes tens of microseconds; one iteration of
-Lightning's loop takes half a millisecond.
+An execution is one call of `advance`. Whenever a callback reads the counters, they equal those of Lightning's loop.
+Hooks are called in the same order. An execution ends before each task of the outer loop: a validation, the end of an
+epoch, a stop. Each execution looks up all parts again, because callbacks may have changed the parts. The lookup takes
+tens of microseconds. One iteration of Lightning's loop takes half a millisecond.
 
-docs/engine.md lists the private names with their tests, and the steps to support a new version of Lightning. Private
-names of Lightning (2.6.6): `_EvaluationLoop` with `_evaluation_step`, `_has_run` and `_seen_batches_per_dataloader`;
-`_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx` and `_should_check_val_epoch`; `_DataFetcher`.
+docs/engine.md lists the private names of Lightning with their tests, and the steps to support a new version of
+Lightning. The private names (2.6.6) are `_EvaluationLoop` with `_evaluation_step`, `_has_run` and
+`_seen_batches_per_dataloader`; `_TrainingEpochLoop` with `_batches_that_stepped`, `_should_check_val_fx` and
+`_should_check_val_epoch`; `_DataFetcher`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ TRAINING_HOOKS = (
 )
 VALIDATION_HOOKS = ("on_validation_batch_start", "on_validation_batch_end")
 NEED = "one_step_a_call"
-# Duration of an execution if steps_per_execution is not set. Lightning needs half a millisecond per execution.
+# Duration of an execution in seconds if steps_per_execution is not set. Lightning's own work takes half a millisecond
+# per execution.
 EXECUTION_SECONDS = 0.1
 
 
@@ -68,7 +70,7 @@ def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) ->
 
     Args:
         trainer: The Trainer.
-        steps_per_execution: Batches per call; see LeanEpochLoop.
+        steps_per_execution: Number of batches per execution; see LeanEpochLoop.
     """
     own = trainer.fit_loop.epoch_loop
     lean = LeanEpochLoop(
@@ -80,16 +82,17 @@ def run_several_at_once(trainer: Trainer, *, steps_per_execution: int | None) ->
 
 
 class LeanEpochLoop(_TrainingEpochLoop):
-    """Training epoch loop that runs several batches in one call of `advance`.
+    """Training loop of an epoch that runs several batches in one call of `advance`.
 
-    If a callback or another part needs Lightning's own loop, that loop runs and the log states the reason.
+    If a callback or another part of the run needs Lightning's own loop, Lightning's loop runs, and the log states the
+    reason.
 
     Args:
         trainer: The Trainer.
-        steps_per_execution: Batches per call. None runs batches for a tenth of a second, at least one batch. 1 uses
-            Lightning's own loop.
-        min_steps: Minimum optimizer steps of Lightning's loop.
-        max_steps: Maximum optimizer steps of Lightning's loop.
+        steps_per_execution: Number of batches per call. None: as many batches as fit into a tenth of a second, at least
+            one. 1: Lightning's own loop runs.
+        min_steps: Argument of Lightning's loop: smallest number of optimizer steps.
+        max_steps: Argument of Lightning's loop: largest number of optimizer steps.
     """
 
     trainer: RunTrainer
@@ -107,7 +110,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return self.automatic_optimization.optim_progress.optimizer.step.total.completed
 
     def _find_step(self) -> LeanStep | None:
-        """Return the parts of a step; None if Lightning's own loop must run the rest of the training."""
+        """Return the parts of a step; None if Lightning's own loop has to run the next batch."""
         if self.is_one_by_one or self.restarting:
             return None
         reason = why_one_by_one(self.trainer)
@@ -145,7 +148,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             left -= 1
             if left <= 0 or self._is_wanted_outside() or (ends is not None and time.monotonic() >= ends):
                 return
-            # The same tasks as in on_advance_end when no validation is due.
+            # These tasks are the same as in on_advance_end if no validation is due.
             if lean.plateau_by_step:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             if not lean.accumulates:
@@ -181,7 +184,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
                 self.scheduler_progress.increment_completed()
 
     def _is_wanted_outside(self) -> bool:
-        """Return whether the outer loop may have a task after this batch, such as a stop or the end of the epoch."""
+        """Return whether the execution must end after this batch, because of a stop or the end of the epoch."""
         trainer, progress = self.trainer, self.batch_progress
         return (
             trainer.should_stop
@@ -212,8 +215,8 @@ class LeanEpochLoop(_TrainingEpochLoop):
 class LeanValidationLoop(_EvaluationLoop):
     """Validation loop of fit that calls only overridden hooks and collects no results of self.log.
 
-    Counters, limits, hooks and their order equal Lightning's. Lightning's own loop runs in two cases: a callback of
-    another package overrides a batch hook of validation, or there are several loaders.
+    Counters, limits and the order of hooks are the same as in Lightning's loop. Lightning's own loop runs in two cases:
+    a callback of another package overrides a batch hook of validation, or the run has several validation loaders.
     """
 
     trainer: RunTrainer
@@ -232,7 +235,7 @@ class LeanValidationLoop(_EvaluationLoop):
     def on_run_start(self) -> None:
         self._is_lean = False
         super().on_run_start()
-        # Checked after the hooks of the start, because they may change any part.
+        # Checked after the start hooks of validation, because such a hook may change any part.
         self._is_lean = not any(self._reasons())
         if self._is_lean:
             trainer, module = self.trainer, self.trainer.lightning_module
@@ -274,10 +277,10 @@ class LeanValidationLoop(_EvaluationLoop):
 
 
 def report_stop_iterations(callbacks: Iterable[Callback]) -> None:
-    """Wrap the callbacks' hooks so that a StopIteration raised in a hook ends the run with an error.
+    """Wrap the hooks of callbacks so that a StopIteration in a hook ends the run with an error.
 
-    Lightning's loops would treat a StopIteration as the end of the data. `LeanEpochLoop.advance` covers the hooks of a
-    step.
+    Lightning's loops would treat a StopIteration as the end of the data. Hooks of a training step are not wrapped,
+    because `LeanEpochLoop.advance` already handles their errors.
     """
     for callback in callbacks:
         for name in dir(Callback):
@@ -296,7 +299,7 @@ def _call_hook(
 
 
 def make_fetcher(fetcher: _DataFetcher) -> Callable[[], Batch]:
-    """Return a function that fetches the next training batch. It raises StopIteration at the end of the data."""
+    """Return a function that fetches the next training batch, and raises StopIteration at the end of the data."""
     loaders = fetcher.combined_loader.flattened
     length, batches = fetcher.length, loaders[0]
     if length is None or len(loaders) != 1 or not isinstance(batches, Batches) or batches.ahead is None:
@@ -331,7 +334,7 @@ def make_placer(trainer: RunTrainer) -> Callable[[Batch], Batch]:
 
 
 def find_override(owner: object, base: type, name: str) -> Callable[..., Any] | None:
-    """Return the owner's hook if the owner or its class overrides it; None otherwise.
+    """Return a hook of a callback or module if the object or its class overrides the hook; None otherwise.
 
     Args:
         owner: Callback or module.
@@ -343,15 +346,15 @@ def find_override(owner: object, base: type, name: str) -> Callable[..., Any] | 
 
 
 def acting(trainer: RunTrainer, name: str) -> list[Callable[..., Any]]:
-    """Return the overridden hooks with this name, in the order of the callbacks."""
+    """Return the hooks with a name that callbacks override, in the order of the callbacks."""
     found = (find_override(callback, Callback, name) for callback in trainer.callbacks)
     return [hook for hook in found if hook is not None]
 
 
 class LeanStep:
-    """Parts of a training step, looked up once per execution. Parts that do nothing are left out.
+    """Parts of a training step, looked up once per execution. A step skips parts that do nothing.
 
-    place the batch                          on the device, if the strategy would also do so
+    place the batch                          on the device, if Lightning's strategy would also place it
     training_step                            under the precision's forward context
     zero_grad                                at the first batch of an optimizer step; before training_step, if no hook
                                              reads gradients
@@ -359,10 +362,11 @@ class LeanStep:
     at the last batch of an optimizer step:
         unscale; overridden on_before_optimizer_step; clipping; optimizer step; update of the loss scale
 
-    If a strategy, a module or an optimizer overrides a part, the overriding method is called as Lightning calls it.
+    If a strategy, a module or an optimizer overrides a part, a step calls the overriding method in the same way as
+    Lightning.
 
     Attributes:
-        accumulates: True if the optimizer step needs more batches after the last batch.
+        accumulates: True if the optimizer step needs more batches after the batch that was run last.
         batches: Number of batches per epoch; infinite if unknown.
         schedules: Schedules that step after each optimizer step, except ReduceLROnPlateau.
         plateau_by_step: True if a ReduceLROnPlateau schedule steps after each optimizer step.
@@ -375,7 +379,7 @@ class LeanStep:
         assert isinstance(precision, RunPrecision)
         self.trainer, self.module = trainer, module
         self.accumulates = False
-        # Lightning's argument of on_train_batch_end, which exp's callbacks do not read.
+        # Value of the argument `outputs` of on_train_batch_end, which exp's callbacks do not read.
         self.outputs: dict[str, object] = {}
         self._strategy: LightningStrategy = trainer.strategy
         self._without_sync: Callable[[], AbstractContextManager[None]] = (
@@ -435,7 +439,10 @@ class LeanStep:
         self._context = None if type(precision.forward_context()) is nullcontext else precision.forward_context
 
     def _forward_through_wrapper(self, batch: Batch, batch_idx: int) -> Any:
-        """Call DistributedDataParallel. It calls the module's forward, which this method replaces by training_step."""
+        """Run training_step through DistributedDataParallel.
+
+        DistributedDataParallel calls the module's forward, so this method replaces forward by training_step.
+        """
         own, wrapper = vars(self.module), self._strategy.model
         assert wrapper is not None
         own["forward"] = self.module.training_step
@@ -449,9 +456,9 @@ class LeanStep:
         self._is_backward_plain = kind.backward is LightningStrategy.backward
         self._module_backward = find_override(self.module, LightningModule, "backward")
         self._zero_grad = find_override(self.module, LightningModule, "optimizer_zero_grad")
-        # If no hook reads gradients, they are deleted before the forward, so that they add nothing to the peak of the
-        # activations. Otherwise a GPT of 86 million parameters on an H100 needed 3 to 6 percent more memory at its
-        # peak.
+        # If no hook reads gradients, the gradients are deleted before the forward. Otherwise, gradients and activations
+        # are in memory at the same time. A GPT of 86 million parameters on an H100 then needed 3 to 6 percent more
+        # memory.
         self._dropped: list[Tensor] | None = None
         is_plain = self._zero_grad is None and type(self._optimizer).zero_grad is Optimizer.zero_grad
         if is_plain and not self._before_zero_grad:
@@ -462,7 +469,7 @@ class LeanStep:
         is_direct = (
             find_override(self.module, LightningModule, "optimizer_step") is None
             and _steps_plainly(self._strategy)
-            # Other optimizers may call the closure twice, or read the loss.
+            # Other optimizers may call the closure twice or read the loss, so they need Lightning's way with a closure.
             and kind.__module__.startswith("torch.optim.")
             and kind is not LBFGS
         )
@@ -522,7 +529,7 @@ class LeanStep:
             hook(trainer, module)
 
     def _update_directly(self) -> None:
-        """Run an optimizer step without a closure, for optimizers that would call the closure once at the start."""
+        """Run an optimizer step without a closure. Optimizers that call the closure once at the start need none."""
         precision, optimizer = self._precision, self._optimizer
         self._compute()
         if self._step_unscaled is None:
@@ -554,12 +561,12 @@ def _steps_plainly(strategy: LightningStrategy) -> bool:
     own = type(strategy).optimizer_step
     if isinstance(strategy, WrapsModule):
         return strategy.is_plain
-    # exp's own strategies never use the model averaging that Lightning's DDPStrategy adds on request.
+    # Lightning's DDPStrategy overrides the method for model averaging, which exp's strategies never use.
     return own is LightningStrategy.optimizer_step or (is_own(strategy) and own is DDPStrategy.optimizer_step)
 
 
 def why_one_by_one(trainer: RunTrainer) -> str | None:
-    """Return in one line why the run needs Lightning's own loop; None if it does not."""
+    """Return a line with the reasons why the run needs Lightning's own loop; None if it does not."""
     return "; ".join(_reasons(trainer)) or None
 
 

@@ -1,6 +1,6 @@
 """LightningModule of a run, with its network, objective, metrics and optimizer.
 
-Private names of Lightning (2.6.6), tested: `_current_fx_name` and `_trainer`; docs/engine.md lists them with their
+The module uses the private names `_current_fx_name` and `_trainer` of Lightning (2.6.6). docs/engine.md lists their
 tests.
 """
 
@@ -49,7 +49,7 @@ from exp.strategies.whole_state import local_part
 
 
 class StepDivisors:
-    """Computes the divisors of the losses of an optimizer step from all micro-batches of the step.
+    """Calculator of the divisors of the losses in an optimizer step, from all micro-batches of the step.
 
     A divisor is the number of samples, or the sum of the weights of the targets.
     """
@@ -64,8 +64,9 @@ class StepDivisors:
         return cast(RunTrainer, self._module.trainer)
 
     def clear(self) -> None:
-        """Forget the current step."""
-        # Epoch and number of accumulated batches, numbers of the step's micro-batches in the epoch, and their divisors.
+        """Delete the divisors of the current step."""
+        # Key of the current step: its epoch and the number of accumulated batches. Then the range of its micro-batches
+        # in the epoch, and their divisors.
         self._key, self._numbers = (-1, 0), range(0)
         self._weights: StepWeights | None = None
 
@@ -111,26 +112,27 @@ class StepDivisors:
 
 
 class TrainingModule(LightningModule):
-    """LightningModule for training: a step sets the random generators, runs the forward and computes the objective.
+    """LightningModule of exp, with a network, an objective, metrics and an optimizer.
 
-    A step does not wait for the device and does not log. One exception: under a loss scale, a schedule with
-    interval=step waits, because it depends on whether the optimizer skipped the step.
+    A training step sets the random generators, runs the forward and computes the objective. A step does not wait for
+    the device and does not log. One exception: with a loss scale and interval=step, the schedule waits for the device,
+    because it has to read whether the optimizer skipped the step.
 
     Args:
         network: The network.
         objective: Terms whose weighted sum is the loss.
         optimization: Factory of the optimizer and its schedule.
-        metrics: Metrics by name, as in the tag `<name>/<stage>`. A metric without names of values compares `output` and
-            `target`. Each stage has its copies of the metrics.
+        metrics: Metrics by name. The tag of a metric is `<name>/<stage>`. A metric that names no values compares
+            `output` and `target`. Each stage has separate copies of the metrics. Default: no metrics.
         metric_stages: Stages in which the metrics are computed. Default: val and test.
         seed: Seed of the run. Random layers such as dropout depend on (seed, rank, epoch, batch). Default: 0.
-        rank: Index of this process's part of each global batch. Default: 0.
+        rank: Index of the part of each global batch that this process uses. Default: 0.
         limits: Limits of the run, for schedules that depend on the length of the run. Default: no limits.
         inputs: Names of the data's inputs. Default: input.
 
     Attributes:
-        averages_gradients: True if the module averages gradients over ranks, so that DDP must not.
-        run_network: Callable that a step calls with the inputs. A strategy may replace it.
+        averages_gradients: True if the module averages gradients over ranks. DDP then does not average gradients.
+        run_network: Callable that a step calls with the inputs: the network, or a replacement that a strategy sets.
         last: Result of the last training step.
         observer: Observer of training and evaluation; Recording sets it.
         divisors: Divisors of the losses over accumulated micro-batches.
@@ -162,7 +164,8 @@ class TrainingModule(LightningModule):
         self.seed, self.rank = seed, rank
         self.limits = limits or Limits()
         self.last = NO_RESULT
-        # False after the first evaluation of a step, because LBFGS evaluates a batch several times. Recording sets it.
+        # True if sums and metrics of the epoch count the next forward. Recording sets it to False after the first
+        # forward of a step, because LBFGS runs several forwards on a batch.
         self.is_counting = True
         self.observer: StepObserver = UNOBSERVED
         measures = [as_scored(as_measure(name, metric), objective) for name, metric in (metrics or {}).items()]
@@ -186,8 +189,8 @@ class TrainingModule(LightningModule):
         self.divisors = StepDivisors(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets this attribute forty times per step, and nn.Module.__setattr__ would search the parameters each
-        # time.
+        # Lightning sets this attribute forty times per step, and each time nn.Module.__setattr__ would search the
+        # parameters.
         if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
@@ -200,23 +203,27 @@ class TrainingModule(LightningModule):
         return values
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of this rank's samples, 0-d. Lightning divides it by the number of accumulated batches."""
+        """Return the loss of this rank's samples, 0-d.
+
+        Lightning divides the loss by the number of accumulated batches.
+        """
         count = self._trainer.accumulate_grad_batches
         if count != 1:
             batch = self.divisors.of_batch(batch, batch_idx)
         values, loss, parts = self.compute(batch, batch_idx)
         if self._is_weighed and self.is_counting:
             self._train_values.add(self.objective.own_means(batch))
-        # nn.Module.__setattr__ takes as long as a small operator.
+        # Set through __dict__, because nn.Module.__setattr__ takes as long as a small operator.
         self.__dict__["last"] = StepResult(loss.detach(), parts)
         if self._train_values.measures and batch.size and self.is_counting:
             self._train_values.update_metrics(self._train_values.read(values))
-        # Lightning divides by the configured number of micro-batches, but the last step of an epoch may have fewer.
+        # Lightning divides the loss by the configured number of micro-batches, but the last step of an epoch may have
+        # fewer.
         own = count if batch.step is None else batch.step.micro_batches
         return loss if own == count else loss * (count / own)
 
     def compute(self, batch: Batch, batch_idx: int) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Run the forward and the objective on a micro-batch. The sums of the epoch do not change.
+        """Run the forward and the objective on a micro-batch, without changing the sums of the epoch.
 
         Returns:
             Values of the forward by name, the loss, and the terms of the loss by name.
@@ -293,7 +300,7 @@ class TrainingModule(LightningModule):
             self._finite = finite_names(self)
 
     def on_save_checkpoint(self, checkpoint: State) -> None:
-        # Lightning calls this after on_save_checkpoint of all callbacks.
+        # Lightning calls this method after on_save_checkpoint of all callbacks.
         self.require_finite(checkpoint)
         checkpoint.update(self._train_values.state(self.trainer.strategy, with_losses=self._is_weighed))
 
@@ -321,7 +328,7 @@ class TrainingModule(LightningModule):
             self.restore_epoch(checkpoint)
 
     def loss_with(self, run_network: Runner, data: object) -> Tensor:
-        """Return the loss of a batch, 0-d and not weighted. The callable `run_network` replaces the network.
+        """Return the loss of a batch, 0-d and not weighted, with the output of the callable `run_network`.
 
         A compiled network runs uncompiled, because this method is called only once.
         """
@@ -340,7 +347,7 @@ class TrainingModule(LightningModule):
     def _evaluate(self, stage: Stage, batch: Batch, batch_idx: int) -> None:
         # Epoch 0 is used in each evaluation, so that random layers draw the same numbers every time.
         reseed(seed=self.seed, rank=self.rank, epoch=0, batch=batch_idx, stage=stage)
-        # Means over the samples of this rank. Their weights over all ranks are known only after the last batch.
+        # Compute means over the samples of this rank only. The sums over all ranks are computed after the last batch.
         try:
             values, means = self._means(Batch(batch.data, batch.size, global_size=max(batch.size, 1), world_size=1))
             self._add(stage, values, means if batch.size else [])
@@ -365,7 +372,7 @@ class TrainingModule(LightningModule):
         return values, self.objective.means(values, parts, size=batch.size)
 
     def _forward(self, batch: Batch) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the values by name, the objective and its terms."""
+        """Run a forward. Return the values by name, the loss, and the terms of the loss by name."""
         if self._needs:
             return self._forward_with_passes(
                 batch, self.objective, network=self.network, run=self._run, runner=self.run_network
@@ -377,7 +384,7 @@ class TrainingModule(LightningModule):
     def _forward_with_passes(
         self, batch: Batch, objective: Objective, *, network: nn.Module, run: Forward, runner: Runner
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the values by name, the objective and its terms, for an objective that needs more than one forward.
+        """Run the forwards of an objective that needs several. Return the same values as `_forward`.
 
         Args:
             batch: The batch.
@@ -410,7 +417,8 @@ def schedule_config(schedule: object, optimization: Optimization, trainer: Train
     config: dict[str, object] = {"scheduler": schedule, "interval": optimization.interval, "name": None}
     if isinstance(schedule, ReduceLROnPlateau):
         config |= {"monitor": optimization.monitor, "reduce_on_plateau": True}
-        # `accuracy/val`, and `loss/val/<term>`. Without a new validation, Lightning would use the last value again.
+        # The tag is a validation value, such as `accuracy/val` or `loss/val/<term>`. In epochs without a validation,
+        # Lightning would use the last value again.
         if "val" in (optimization.monitor or "").split("/"):
             config["frequency"] = trainer.check_val_every_n_epoch or 1
     return config
@@ -424,7 +432,8 @@ def clip(
 
     Args:
         parameters: Parameters with gradients.
-        value: Maximum 2-norm over all gradients, or maximum absolute value of each number. None or 0 disables clipping.
+        value: Largest allowed 2-norm over all gradients, or largest absolute value of each number. None or 0 disables
+            clipping.
         algorithm: `norm` or `value`. None means `norm`.
         strategy: Strategy of the run.
 
@@ -439,19 +448,19 @@ def clip(
             nn.utils.clip_grad_value_(parameters, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value)
-    # One by one: torch's kernels for lists refuse DTensors together with other tensors.
+    # Gradients are clipped one by one, because torch's kernels for lists reject DTensors together with plain tensors.
     parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if algorithm == "value":
         for part in parts:
             part.clamp_(min=-value, max=value)
         return None
     norm = strategy.total_norm(parameters)
-    # The same rule as in torch.nn.utils.clip_grad_norm_.
+    # The following code has the same rule as torch.nn.utils.clip_grad_norm_.
     factor = torch.clamp(value / (norm + 1e-6), max=1.0)
     for part in parts:
         part.mul_(factor.to(device=part.device, dtype=part.dtype))
     return norm
 
 
-# Lightning inspects the signature in each step, and inspect reads this attribute first.
+# Lightning inspects the signature in each step. The module `inspect` reads this attribute instead of computing it.
 vars(TrainingModule.training_step)["__signature__"] = inspect.signature(TrainingModule.training_step)

@@ -1,8 +1,8 @@
-"""Checks that keep non-finite numbers out of checkpoints and end runs that have them.
+"""Checks that prevent checkpoints with non-finite numbers, and end runs with such numbers.
 
 runtime.non_finite     if a loss, a gradient or a weight is not finite
 stop                   the run ends with a NonFiniteError; earlier checkpoints remain
-skip                   steps with such a gradient change nothing (precision/scaler.py and `UndoneForward`)
+skip                   steps with a non-finite gradient change nothing (precision/scaler.py and `UndoneForward`)
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ FIXES = (
 
 
 def finite_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the entries of a state dict that must stay finite.
+    """Return the names of the tensors in a module's state dict that must stay finite.
 
-    These are the trained parameters, and all other tensors that are finite now. A mask may contain -inf, for example.
+    These are the trained parameters, and all other tensors that are finite now. For example, a mask with -inf is
+    excluded.
     """
     learning = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     held = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
@@ -62,7 +63,12 @@ def require_finite(state: State, names: frozenset[str], trainer: Trainer) -> Non
 
 
 def broken_entries(state: State, names: frozenset[str]) -> list[str]:
-    """Return the names of tensors with unexpected non-finite numbers. `names` is the result of `finite_names`."""
+    """Return the names of tensors in a checkpoint with unexpected non-finite numbers.
+
+    Args:
+        state: Checkpoint.
+        names: Result of `finite_names`.
+    """
     named = [*state["state_dict"].items(), *state.get(CURRENT, {}).items()]
     found = _non_finite([(name, value) for name, value in named if name in names and isinstance(value, Tensor)])
     found += _non_finite([("the optimizer's state", one) for one in tensors_in(state.get("optimizer_states"))])
@@ -72,7 +78,7 @@ def broken_entries(state: State, names: frozenset[str]) -> list[str]:
 def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
     """Raise NonFiniteError for a loss that is nan or infinite.
 
-    An infinite loss is allowed under a loss scale, because the scale will fall.
+    An infinite loss is allowed if the precision uses a loss scale, because the scale decreases after an overflow.
 
     Args:
         loss: The loss.
@@ -86,7 +92,7 @@ def refuse_lost(loss: float, index: int, *, is_scaled: bool) -> None:
 
 
 class UndoneForward(Callback):
-    """Callback that restores the buffers after a skipped step, such as the statistics of BatchNorm."""
+    """Callback that restores buffers, such as the statistics of BatchNorm, after a step that was skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +114,7 @@ class UndoneForward(Callback):
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
-        # Computed on the device, because reading the number would wait for the device.
+        # Compared on the device, because reading the number on the host would wait for the device.
         is_skipped = _skipped_steps(trainer) > self._skipped
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(torch.where(is_skipped.to(buffer.device), before, buffer))
@@ -123,7 +129,8 @@ def _skipped_steps(trainer: Trainer) -> Tensor:
 def _non_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors with numbers that are not finite.
 
-    Each tensor is read once, and each device is waited for once. A tensor with a finite sum has only finite numbers.
+    For speed, each tensor is summed on its device, and all sums of a device are copied together. If the sum is finite,
+    all numbers of the tensor are finite.
     """
     held: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
@@ -139,7 +146,7 @@ def _non_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """Return this rank's numbers of a tensor as floating-point numbers. For integers, the result is empty."""
+    """Return this rank's part of a tensor as floating-point numbers. For integers, return an empty tensor."""
     values = local_part(tensor.detach())
     if values.is_sparse:
         values = values.coalesce().values()

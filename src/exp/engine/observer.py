@@ -1,4 +1,4 @@
-"""Result of a training step, and base class of the observers of steps."""
+"""Result of a training step, and base class of objects that observe training steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StepResult(NamedTuple):
     """Result of a training step.
 
     Attributes:
-        loss: Loss of this rank's samples, 0-d and detached. It is weighted so that the mean over ranks equals the mean
-            over samples. With phases, None before the phases of the step have run.
-        parts: Terms of the objective by name, with the same weight.
+        loss: Loss of this rank's samples, 0-d and detached. The weight of the loss makes the mean over ranks equal to
+            the mean over samples. With phases, None before the phases of the step have run.
+        parts: Terms of the objective by name, with the same weight as the loss.
     """
 
     loss: Tensor | None
@@ -26,7 +26,7 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Pass of a phase over the micro-batches of an optimizer step.
+    """One pass of a phase over the micro-batches of an optimizer step.
 
     Attributes:
         phase: Name of the phase. None in a run without phases, and between two optimizer steps. Default: None.
@@ -45,10 +45,10 @@ WHOLE_STEP = Turn()
 
 
 class StepObserver:
-    """Observer of training and evaluation. This base class does nothing; StepHooks calls the hooks.
+    """Observer of training and evaluation, with methods that do nothing. StepHooks overrides them to call the hooks.
 
     Attributes:
-        watches_forward: True if `around_forward` must be entered in the current micro-batch.
+        watches_forward: True if the forward of the current micro-batch must run inside `around_forward`.
     """
 
     watches_forward = False
@@ -68,16 +68,16 @@ class StepObserver:
         """Run after the backward of a micro-batch of a phase."""
 
     def after_clipping(self) -> None:
-        """Run after clipping, when the gradients are those that the optimizer uses."""
+        """Run after gradient clipping, before the optimizer step."""
 
     def after_phase(self) -> None:
         """Run after the optimizer step of a phase."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Run when a pass over the micro-batches begins.
+        """Run when a pass over the micro-batches begins, and when the last pass of a step has ended.
 
         Args:
-            turn: The pass. WHOLE_STEP means that the last pass of the step has ended.
+            turn: The pass that begins. WHOLE_STEP if the last pass of the step has ended.
         """
 
     def evaluated(self, stage: Stage, values: Values) -> None:

@@ -1,11 +1,12 @@
 """Exact resume for the batches of a user's LightningDataModule.
 
-Loaders of a LightningDataModule have no position. This module derives random numbers from (seed, epoch, batch) and
-starts each training epoch at the run's position. Batches before the position are read and skipped. Thus a run resumes
-exactly, whatever random numbers a data set draws. Resuming takes the time to read the skipped batches.
+Loaders of a LightningDataModule cannot start at a position. This module seeds the random generators from (seed, epoch,
+batch) for each batch. A resumed run reads and skips the batches before its position. Therefore, the run resumes
+exactly, even if the data set draws random numbers. Resuming takes the time to read the skipped batches.
 
-Tested with Lightning 2.6.6: Lightning passes each loader, with its distributed sampler, to
-`strategy.process_dataloader`. It resumes a loader that has `state_dict` and `load_state_dict`.
+The module depends on two properties of Lightning, tested with 2.6.6. Lightning passes each loader to
+`strategy.process_dataloader` after adding a distributed sampler. Lightning resumes a loader that has the methods
+`state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from exp.shared_types import Batch
 
 
 class BatchesOfLoaders:
-    """Training batches of a user's LightningDataModule. A rank's part of a batch is what its loaders return.
+    """Training batches of a user's LightningDataModule. The batch that a rank's loader returns is the rank's part.
 
     Attributes:
         current: This rank's part of the current batch.
@@ -42,7 +43,7 @@ class BatchesOfLoaders:
         self._count = 0
 
     def begin(self, batch: object, batch_idx: int) -> Batch:
-        """Begin a training batch, and return this rank's part of it."""
+        """Begin a training batch, and return this rank's part as a Batch object."""
         size = next((len(one) for one in tensors_in(batch) if one.dim()), 1)
         self.current = Batch(data=batch, size=size, global_size=size * self.world_size, world_size=self.world_size)
         return self.current
@@ -56,7 +57,7 @@ class BatchesOfLoaders:
             if trainer.validating or not trainer.training:
                 return loader
             self._count += 1
-            # Each loader has its own random stream.
+            # Each loader has a separate random stream.
             seed = self.seed if self._count == 1 else seed_for(self.seed, "loader", self._count)
             return PositionedLoader(loader, trainer=trainer, batches=self, seed=seed)
 
@@ -64,7 +65,7 @@ class BatchesOfLoaders:
 
 
 class PositionedLoader:
-    """User's loader that starts at the run's position in its first pass of an epoch.
+    """Wrapper of a user's loader that starts at the position of the run in the first pass of an epoch.
 
     With several loaders, Lightning may iterate over a short loader several times in an epoch.
     """
@@ -80,7 +81,8 @@ class PositionedLoader:
         return len(cast(Sized, self.loader))
 
     def __iter__(self) -> Iterator[object]:
-        # A generator draws no random numbers if it is never used.
+        # This method is a generator, because Lightning creates iterators that it never uses. They draw no random
+        # numbers.
         epoch, start = next_batch(self._trainer)
         if epoch == self._epoch:
             self._pass, start = self._pass + 1, 0
@@ -95,7 +97,7 @@ class PositionedLoader:
                     yield batch
             if skipped == start or not skipped:
                 break
-            # The position is in a later pass of this loader.
+            # All batches of this pass were skipped, so the position is in a later pass of this loader.
             start, self._pass = start - skipped, self._pass + 1
 
     def _one_pass(self) -> Iterator[object]:
@@ -115,7 +117,7 @@ class PositionedLoader:
             yield batch
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Set the epoch of samplers and data set, and seed the loader's random generators for the epoch."""
+        """Set the epoch of the samplers and of the data set, and seed the random generators of the loader."""
         dataset = getattr(self.loader, "dataset", None)
         if (wanting := find_epoch_aware(dataset)) and getattr(self.loader, "persistent_workers", False):
             raise RunError(
@@ -134,11 +136,11 @@ class PositionedLoader:
             generator.manual_seed(own if epoch == 0 else seed_for(own, "loader", epoch))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the loader, such as its `sampler`."""
+        """Return an attribute of the wrapped loader, such as `sampler`."""
         return getattr(self.loader, name)
 
     def state_dict(self) -> dict[str, object]:
-        """Return an empty state, because the run's checkpoint has the position."""
+        """Return an empty state, because the position is saved elsewhere in the checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

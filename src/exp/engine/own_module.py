@@ -1,16 +1,16 @@
 """Adapter from a user's LightningModule to the engine's callbacks.
 
-Lightning's Trainer runs the module in its own loop with its own hooks. OwnModule wraps some methods of this one object.
-It uses `functools.wraps`, so that Lightning still detects which methods the user's class overrides.
+Lightning's Trainer runs the user's module in Lightning's loop with Lightning's hooks. OwnModule wraps some methods of
+the module object. It uses `functools.wraps`, so that Lightning still detects which methods the user's class overrides.
 
-    _on_before_batch_transfer     sets the random generators from (seed, rank, epoch, batch): a resume draws the same
+    _on_before_batch_transfer     seeds the random generators from (seed, rank, epoch, batch), for an exact resume
     training_step                 runs hooks at the layers, and weights the loss of a short last batch by its samples
-    manual_backward               applies the same weight, if the module steps its optimizers by hand
+    manual_backward               applies the same weight, if the module calls its optimizers in training_step
     configure_gradient_clipping   runs hooks that read clipped gradients
     on_save_checkpoint            raises an error for objects that are not plain values, and for non-finite numbers
 
-Private names of Lightning (2.6.6), tested: `_on_before_batch_transfer` is called for each batch before other methods of
-the module; `_log_hyperparams` of a module that saves its hyperparameters.
+The adapter uses two private names of Lightning (2.6.6), which tests check. `_on_before_batch_transfer` is called for
+each batch before other methods of the module. `_log_hyperparams` makes a module log its hyperparameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from exp.errors import UserCodeError
 from exp.optim.phase import Phase
 from exp.shared_types import Stage
 
-# Entries of a checkpoint with the hyperparameters of a module and of a data module.
+# Checkpoint entries with the hyperparameters of a module and of a data module.
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 Method = Callable[..., object]
 
@@ -46,9 +46,9 @@ class OwnModule:
     Args:
         network: The LightningModule.
         seed: Seed of the run.
-        rank: Index of this process's part of each global batch.
+        rank: Index of the part of each global batch that this process uses.
         limits: Limits of the run.
-        batches: Source of this rank's part of each batch.
+        batches: Object that provides this rank's part of each batch.
 
     Attributes:
         last: Result of the last training step.
@@ -86,7 +86,7 @@ class OwnModule:
         for name, method in around.items():
             inner = getattr(network, name)
             vars(network)[name] = functools.wraps(inner)(functools.partial(method, inner))
-        # exp's loggers already have the settings of `module`.
+        # Hyperparameters are not logged, because exp's loggers already have the settings of `module`.
         vars(network)["_log_hyperparams"] = False
 
     def __deepcopy__(self, memo: object) -> OwnModule:
@@ -114,7 +114,7 @@ class OwnModule:
         return total_steps(self.trainer, self.limits, known), total_epochs(self.trainer)
 
     def begin(self) -> None:
-        """Record which tensors must stay finite. Call this method before the first step."""
+        """Store the names of the tensors that must stay finite. Call this method before the first step."""
         self._finite = finite_names(self.network)
 
     def require_finite(self, state: State) -> None:
@@ -125,7 +125,7 @@ class OwnModule:
         require_finite(state, self._finite, self.trainer)
 
     def reseed(self, stage: Stage, *, epoch: int, batch: int) -> None:
-        """Set the random generators to the stream of one batch."""
+        """Seed the random generators for one batch."""
         reseed(seed=self.seed, rank=self.rank, epoch=epoch, batch=batch, stage=stage)
 
     # --- the wrapped methods ---
@@ -181,8 +181,8 @@ class OwnModule:
                 require_plain(value, key=str(key), fix=fix)
         for key in HYPERPARAMETERS:
             if key in checkpoint:
-                # Layers and other objects are left out, because loading them would execute code. load_from_checkpoint
-                # takes them as arguments.
+                # Layers and other objects are left out, because loading such objects would execute code. Users pass
+                # them to load_from_checkpoint as arguments.
                 checkpoint[key] = {name: value for name, value in checkpoint[key].items() if is_plain(value)}
         self.require_finite(checkpoint)
 
@@ -194,6 +194,6 @@ def _loss_of(output: object) -> Tensor | None:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Return those values of self.log that are single numbers, by name."""
+    """Return the values of self.log that are single numbers, by name."""
     found = {name: torch.as_tensor(value) for name, value in values.items()}
     return {name: float(value) for name, value in found.items() if value.numel() == 1}

@@ -1,10 +1,10 @@
-"""Callback that runs hooks on a user's LightningModule and keeps the values of `self.log` for the report.
+"""Callback that runs hooks on a user's LightningModule and stores the values of `self.log` for the report.
 
-`self.log` writes to the loggers as in Lightning. Values of hooks use the same x axis as Lightning: the first step is 0.
-A batch is one step, even if several optimizers step in it.
+`self.log` writes to the loggers as in Lightning. Values of hooks have the same x axis as values of Lightning, in which
+the first step is 0. A batch counts as one step, even if several optimizers make a step on the batch.
 
-Tested with Lightning 2.6.6: `trainer.callback_metrics` has all values of `self.log`, under the names that callbacks
-use.
+The callback reads `trainer.callback_metrics`. Tested with Lightning 2.6.6: this dict contains all values of `self.log`,
+under the names that callbacks use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class OwnRecording(StepRecording):
     """Callback that runs hooks on a user's LightningModule and writes the hooks' values to all loggers.
 
-    It must precede callbacks that use random numbers.
+    The callback must precede callbacks that use random numbers in the Trainer's list.
 
     Args:
         module: Adapter of the LightningModule.
@@ -58,7 +58,7 @@ class OwnRecording(StepRecording):
     ) -> None:
         super().__init__(hooks=hooks, directory=directory)
         self._chooses_threads = chooses_threads
-        # Optimizer step of the weights that a test loaded from a checkpoint.
+        # Optimizer step of the checkpoint that a test loaded. None if no checkpoint was loaded.
         self._loaded_step: int | None = None
         self._module = module
 
@@ -81,7 +81,7 @@ class OwnRecording(StepRecording):
         self._keep(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # If there is no batch, Lightning starts no epoch and only logs the fact.
+        # If the data has no batch, Lightning starts no epoch and only logs a message.
         if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             raise RunError(
                 "the train_dataloader of the data returned no batch; expected one or more. Check its number of "
@@ -105,7 +105,7 @@ class OwnRecording(StepRecording):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Run the hooks on unscaled gradients.
 
-        With several optimizers, only the gradients of this optimizer are visible.
+        With several optimizers, hooks get only the gradients of the parameters of this optimizer.
         """
         hooks, several = self._step_hooks, len(trainer.optimizers) > 1
         if hooks.record is not None and hooks.record.is_stepped and not several and pl_module.automatic_optimization:
@@ -159,7 +159,7 @@ class OwnRecording(StepRecording):
             self.stage_steps[stage] = trainer.global_step if self._loaded_step is None else self._loaded_step
 
     def _keep(self, trainer: Trainer) -> None:
-        """Keep the values of self.log for the report."""
+        """Store the latest values of self.log for the report."""
         if not trainer.sanity_checking:
             self.latest.update(as_numbers(trainer.callback_metrics))
 
@@ -178,7 +178,7 @@ class OwnRecording(StepRecording):
 
 @contextmanager
 def _hide_other_gradients(module: LightningModule, optimizer: Optimizer) -> Iterator[None]:
-    """Hide the gradients of other optimizers' parameters, because they may belong to other losses."""
+    """Hide the gradients of parameters of other optimizers, because other losses may have computed these gradients."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
     for parameter in module.parameters():

@@ -10,9 +10,9 @@ at the last micro-batch: optimizer_step
     simultaneous phases: one forward, all backwards, then the optimizers
 schedules, on_train_batch_end             Lightning's loop
 
-All phases together are one step of the Trainer. The x axis, max_steps, checkpoints, positions and schedules count
-these steps. Only public hooks of LightningModule are overridden. Manual optimization is not used, because Lightning
-2.6.6 then rejects accumulate_grad_batches and counts each optimizer step as a step of the run.
+All phases together count as one step of the Trainer. The x axis, max_steps, checkpoints, positions and schedules count
+these steps. The module overrides only public hooks of LightningModule. Manual optimization is not used. With it,
+Lightning 2.6.6 rejects accumulate_grad_batches and counts each optimizer step as a step of the run.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from exp.strategies.strategy import WrapsModule
 class PhasedModule(TrainingModule):
     """TrainingModule that runs several phases per step, each with its terms, parameters and optimizer.
 
-    The loss of a step is the sum of the losses of the phases that ran in the step. If a phase is repeated, its last
-    repeat counts.
+    The loss of a step is the sum of the losses of the phases that ran in the step. If a phase is repeated, only the
+    loss of its last repeat is added.
 
     Args:
         phases: Phases in the order in which they run.
-        parts: Arguments of TrainingModule. Its argument `optimization` is not used.
+        parts: Arguments of TrainingModule. The argument `optimization` is not used.
     """
 
     averages_gradients = True
@@ -58,10 +58,10 @@ class PhasedModule(TrainingModule):
         super().__init__(**parts)
         self.phases = tuple(phases)
         self._turns = turns_of(self.phases)
-        # A plain dict, because the objective has already registered the terms as submodules.
+        # A plain dict instead of a ModuleDict, because the objective has already registered the terms as submodules.
         self._objectives = {phase.name: self.objective.only(phase.terms) for phase in self.phases}
         counts = [len(self._objectives[phase.name].terms) for phase in self.phases]
-        # Index of each phase's first term among the summed terms.
+        # For each phase, the index of its first term in EpochValues.summed.
         ends = itertools.accumulate(counts, initial=0)
         self._places = {phase.name: end for phase, end in zip(self.phases, ends, strict=False)}
         for stage in STAGES:
@@ -90,7 +90,10 @@ class PhasedModule(TrainingModule):
         self._window = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep a micro-batch for the phases, which run after the last one of a step. The returned 0 is not used."""
+        """Store a micro-batch for the phases, and return a 0 that is not used.
+
+        The phases run after the last micro-batch of a step.
+        """
         self._window.append((batch, batch_idx))
         self.__dict__["last"] = NO_RESULT
         return torch.zeros((), device=self.device)
@@ -113,7 +116,7 @@ class PhasedModule(TrainingModule):
         self._run_phases(window, together)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizers of all phases as one PhaseOptimizers object, and the schedules of the phases."""
+        """Return one PhaseOptimizers object with the optimizers of all phases, and the schedules of the phases."""
         optimizers, schedules = {}, {}
         steps, epochs = self.lengths()
         for phase in self.phases:
@@ -147,7 +150,7 @@ class PhasedModule(TrainingModule):
 
     def _run_phases(self, window: Sequence[tuple[Batch, int]], together: PhaseOptimizers) -> None:
         step = self.trainer.global_step + 1
-        # Only exp's DDP strategy can disable the broadcast of buffers.
+        # Buffers are broadcast unless exp's DDP strategy disables the broadcast.
         strategy = self.trainer.strategy
         if not isinstance(strategy, WrapsModule) or strategy.broadcasts_buffers:
             broadcast_buffers(self)
@@ -163,7 +166,8 @@ class PhasedModule(TrainingModule):
             self._ran |= {phase.name for phase in group}
             for repeat in range(first.repeats):
                 if repeat:
-                    # The loss scaler allows one step per optimizer between two updates.
+                    # The loss scale is updated, because the loss scaler allows only one step per optimizer between two
+                    # updates.
                     precision.update()
                 places = (index, repeat) if index + repeat else ()
                 turns = [Turn(phase.name, places, repeat == first.repeats - 1) for phase in group]
@@ -187,7 +191,11 @@ class PhasedModule(TrainingModule):
     def _backward_phases(
         self, group: Sequence[Phase], window: Sequence[tuple[Batch, int]], *, turns: Sequence[Turn]
     ) -> list[StepResult]:
-        """Compute the gradients of one phase or of simultaneous phases. Return the loss and terms of each phase."""
+        """Compute the gradients of one phase, or of simultaneous phases, over all micro-batches of a step.
+
+        Returns:
+            The loss and the terms of each phase.
+        """
         sums: list[tuple[Tensor, dict[str, Tensor]]] = []
         with self._freeze_others([one for phase in group for one in self._trained[phase.name]]):
             for batch, batch_idx in window:
@@ -212,7 +220,7 @@ class PhasedModule(TrainingModule):
         return [StepResult(loss, parts) for loss, parts in sums]
 
     def _backward(self, group: Sequence[Phase], losses: Sequence[Tensor], turns: Sequence[Turn]) -> None:
-        """Run the backward of each phase's loss into the phase's parameters. The last backward frees the graph."""
+        """Run the backward of each phase's loss, which adds gradients only to the parameters of the phase."""
         scale = self.precision.scale
         if len(group) == 1:
             scale(losses[0]).backward()
@@ -227,7 +235,7 @@ class PhasedModule(TrainingModule):
     def compute_phases(
         self, group: Sequence[Phase], batch: Batch, batch_idx: int, turn: tuple[int, ...]
     ) -> tuple[Values, list[tuple[Tensor, Mapping[str, Tensor]]]]:
-        """Run one forward over a micro-batch.
+        """Run one forward over a micro-batch for one phase, or for simultaneous phases.
 
         Args:
             group: One phase, or simultaneous phases.
@@ -236,7 +244,7 @@ class PhasedModule(TrainingModule):
             turn: Numbers that select the random stream of the pass.
 
         Returns:
-            Values by name, and the loss and terms of each phase.
+            The values of the forward by name, and the loss and the terms of each phase.
         """
         reseed(seed=self.seed, rank=self.rank, epoch=self.trainer.current_epoch, batch=batch_idx, turn=turn)
         with ExitStack() as stack:
@@ -257,17 +265,17 @@ class PhasedModule(TrainingModule):
     def _forward_phase(
         self, phase: Phase, batch: Batch, values: Values | None = None
     ) -> tuple[Values, Tensor, Mapping[str, Tensor]]:
-        """Return the values by name, the loss and the terms of a phase.
+        """Return the values of the forward by name, the loss, and the terms of a phase.
 
         Args:
             phase: The phase.
             batch: Micro-batch on this rank.
-            values: Values of a forward that has already run. None runs the forward. Default: None.
+            values: Values of a forward that has already run. None: the forward runs now. Default: None.
         """
         objective = self._objectives[phase.name]
         network, run = self._forwards[phase.forward]
         runner = self.run_network if phase.forward is None else network
-        network.training = self.network.training  # a view has its copy of this attribute
+        network.training = self.network.training  # a view has a separate copy of this attribute
         if objective.needs:
             return self._forward_with_passes(batch, objective, network=network, run=run, runner=runner)
         values = run(runner, batch.data) if values is None else values
@@ -290,7 +298,7 @@ class PhasedModule(TrainingModule):
         return {**values, "output": detach_output(values["output"])}, means
 
     def _step_phase(self, phase: Phase, optimizer: Optimizer) -> None:
-        """Run the optimizer step of a phase. Its gradients are unscaled first, for hooks and clipping."""
+        """Run the optimizer step of a phase, after unscaling the gradients, calling hooks and clipping."""
         trainer, precision = self._trainer, self.precision
         precision.unscale(optimizer)
         for callback in trainer.callbacks:
@@ -308,7 +316,7 @@ class PhasedModule(TrainingModule):
 
     @contextmanager
     def _freeze_others(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Freeze all parameters except the given ones, so that the backward computes no other gradients."""
+        """Freeze all parameters except the given ones, so that the backward computes gradients only for these."""
         chosen = {id(parameter) for parameter in parameters}
         others = [parameter for parameter in self._all_trained if id(parameter) not in chosen]
         for parameter in others:
@@ -327,5 +335,5 @@ def _add_results(
     return one[0] + other[0], {name: one[1][name] + part for name, part in other[1].items()}
 
 
-# For the reason, see the last line of module.py.
+# The last lines of module.py give the reason.
 vars(PhasedModule.training_step)["__signature__"] = inspect.signature(PhasedModule.training_step)

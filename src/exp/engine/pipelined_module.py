@@ -1,13 +1,13 @@
-"""Training module of a pipeline. The schedule of the pipeline runs forward and backward together.
+"""Training module for strategy=pipeline, in which one schedule runs the forward and the backward.
 
-training_step    sets the random generators and keeps the batch; the returned 0 is not used
+training_step    seeds the random generators and stores the batch; the returned 0 is not used
 backward         runs all micro-batches through the schedule; the layers of this rank get gradients, scaled if the
                  precision has a loss scale
-optimizer_step   at the end of a window: averages gradients over pipelines, then Lightning's step: unscale, hooks,
-                 clipping, step
+optimizer_step   after the last batch of an optimizer step: averages gradients over pipelines, then runs Lightning's
+                 step: unscale, hooks, clipping, step
 
-Only public hooks of LightningModule are overridden. Autocast covers the forward of each stage and the loss. It does not
-cover the backward, because Lightning leaves autocast before it calls `backward`.
+The module overrides only public hooks of LightningModule. Autocast is active in the forward of each stage and in the
+loss. It is not active in the backward, because Lightning leaves autocast before it calls `backward`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MicroResult(NamedTuple):
 
 
 class PipelinedModule(TrainingModule):
-    """TrainingModule for strategy=pipeline, with the same arguments."""
+    """TrainingModule for strategy=pipeline, with the same arguments as TrainingModule."""
 
     _stages: Stages
     _split: Split
@@ -75,15 +75,15 @@ class PipelinedModule(TrainingModule):
             self.values_of(stage).source = stages
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Keep the batch for `backward`. The returned 0 is not used."""
+        """Store the batch for `backward`, and return a 0 that is not used."""
         trainer = self._trainer
-        # The global rank, so that dropout differs between stages.
+        # The seed uses the global rank, so that dropout masks differ between stages.
         reseed(seed=self.seed, rank=trainer.global_rank, epoch=trainer.current_epoch, batch=batch_idx)
         self._batch = self.divisors.of_batch(batch, batch_idx)
         return torch.zeros((), device=self.device)
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
-        """Run forward and backward on the batch that training_step kept."""
+        """Run forward and backward on the batch that training_step stored."""
         batch, self._batch = self._batch, None
         assert batch is not None
         precision = self.precision
@@ -116,7 +116,7 @@ class PipelinedModule(TrainingModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        """Run Lightning's optimizer step. After the backward, average the gradients over the pipelines."""
+        """Run Lightning's optimizer step, with gradients that are averaged over the pipelines."""
         strategy = self._trainer.strategy
         assert isinstance(strategy, ModelParallel)
 
@@ -130,11 +130,11 @@ class PipelinedModule(TrainingModule):
     def _record(self, results: list[MicroResult]) -> None:
         """Store the losses of a step, and update the metrics.
 
-        Only one rank of a pipeline has the loss. It is multiplied by the number of ranks, because the mean over ranks
-        is recorded.
+        Only one rank of a pipeline has the loss. The loss is multiplied by the number of ranks, because Recording later
+        takes the mean over ranks.
         """
         ranks = len(set(self._stages.owner))
-        # The same dtype on all ranks, because only one rank computes the loss.
+        # The dtype is fixed, because it must be equal on all ranks, and only one rank computes the loss.
         zero = torch.zeros((), device=self.device, dtype=torch.float64)
         loss = sum((one.loss for one in results), zero) * ranks
         parts = {name: sum((one.parts[name] for one in results), zero) * ranks for name in self.objective.terms}
@@ -170,12 +170,12 @@ class PipelinedModule(TrainingModule):
         return self.precision.cast_inputs(found)
 
     def _values(self, data: object, output: object, size: int) -> Values:
-        """Return the values of the first `size` samples by name."""
+        """Return the values of the forward for the first `size` samples, by name."""
         return self._run(lambda *_, **__: keep_samples(output, size), keep_samples(data, size))
 
 
 def zero_from(output: object) -> Tensor:
-    """Return a 0 that depends on each tensor of an output, as the loss of a micro-batch without samples."""
+    """Return a loss for a micro-batch without samples: a 0 that depends on each tensor of the output."""
     return sum((tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros(())) * 0.0
 
 

@@ -1,8 +1,8 @@
-"""Functions that write the predictions of each rank, and read those of all ranks in the order of the samples.
+"""Functions that write the predictions of each rank, and read the predictions of all ranks in sample order.
 
-Each rank writes predictions/<share>.npz into the run directory, where <share> is the index of its part of each global
-batch. The file contains arrays `<batch number>.<output name>` `[b, ...]` with the network's outputs for b samples.
-Ranks that split one model use the same part, and one of these ranks writes.
+Each rank writes predictions/<share>.npz to the run directory. The share is the index of the part of each global batch
+that the rank uses. The file contains an array `<batch number>.<output name>`, `[b, ...]`, with the network's output for
+b samples. Ranks that split one model have the same share, and only one of these ranks writes the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Predictions(Callback):
 
     Args:
         directory: Run directory.
-        share: Index of this rank's part of each global batch.
+        share: Index of the part of each global batch that this rank uses.
     """
 
     def __init__(self, *, directory: Path, share: int) -> None:
@@ -67,11 +67,11 @@ class Predictions(Callback):
 
 
 class NoOutput:
-    """Result of predict_step on ranks without outputs: all stages of a pipeline except the last."""
+    """Result of predict_step on ranks of a pipeline that are not in the last stage and have no output."""
 
 
 def as_arrays(outputs: object, *, held: int) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return a network's tensor outputs as arrays by name, and the names of its other outputs.
+    """Return the tensor outputs of a network as arrays by name, and the names of all other outputs.
 
     Half precision is converted to float32. An output without a name is called `output`.
 
@@ -106,13 +106,13 @@ def archive_of(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
-    """Return the predictions for all samples in the order of the samples.
+    """Return the predictions for all samples, in the order of the samples.
 
     Args:
         directory: Run directory.
 
     Returns:
-        List of arrays `[b, ...]` for each output name.
+        A list of arrays `[b, ...]` for each output name. Concatenate the arrays to get all samples.
 
     Raises:
         RunError: The directory has no predictions.
@@ -126,7 +126,7 @@ def read_shares(directory: Path) -> dict[str, list[np.ndarray]]:
             shares.append({name: file[name] for name in file.files})
     names = [key.removeprefix("0.") for key in shares[0] if key.startswith("0.")]
     batches = range(len(shares[0]) // len(names))
-    # A global batch is the concatenation of its parts in the order of the ranks.
+    # A global batch consists of the parts of the ranks, in the order of the ranks.
     return {
         name: [share[f"{batch}.{name}"] for batch in batches for share in shares if len(share[f"{batch}.{name}"])]
         for name in names

@@ -1,9 +1,10 @@
-"""Position of a run, its limits, and its length in steps.
+"""The position, the limits and the number of steps of a run.
 
-Lightning saves its counters with the values inside the current hook, and does not continue correctly from most hooks
-(docs/resume.md). A checkpoint of exp contains a position instead, and the counters are computed from the position.
+Lightning saves its counters with their values in the current hook, and cannot resume correctly from most hooks
+(docs/resume.md). A checkpoint of exp contains a position instead. On resume, Lightning's counters are computed from the
+position.
 
-Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and how a loop with such a state continues.
+Tested with Lightning 2.6.6: the names in `fit_loop.state_dict()`, and the behavior of a loop that loaded such a state.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Limits:
     """Limits that exp enforces, because Lightning's limits end a resumed run too early.
 
     Attributes:
-        max_steps: Maximum optimizer steps of the whole run, including steps before a resume. None means no limit.
+        max_steps: Largest number of optimizer steps of the whole run, including steps before a resume. None: no limit.
             Default: None.
-        max_seconds: Maximum training time of the whole run in seconds. None means no limit. Default: None.
+        max_seconds: Longest training time of the whole run in seconds. None: no limit. Default: None.
         resumed: Position from which the run resumes; None for a new run. Default: None.
     """
 
@@ -53,7 +54,7 @@ def take_limits(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Limits]:
 
 
 def seconds_of(max_time: float | str | Mapping[str, float]) -> float:
-    """Return a max_time in seconds.
+    """Return the value of trainer.max_time in seconds.
 
     Args:
         max_time: Number of seconds, a duration such as 1h30m, or one of Lightning's formats: dd:hh:mm:ss or a mapping.
@@ -80,7 +81,7 @@ def total_epochs(trainer: Trainer) -> int | None:
 
 
 def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
-    """Return the number of global batches that the run uses per epoch; None if it is unknown.
+    """Return the number of global batches that a run trains on per epoch; None if the number is unknown.
 
     Args:
         trainer: The Trainer.
@@ -88,13 +89,13 @@ def epoch_batches(trainer: Trainer, batches: int | None) -> int | None:
     """
     limit = trainer.limit_train_batches
     if batches is not None:
-        # As in Lightning, an integer is a number of batches and a float is a fraction of the data.
+        # limit_train_batches is a number of batches if it is an integer, and a fraction of the data if it is a float.
         return min(limit, batches) if isinstance(limit, int) else int(limit * batches)
     return limit if isinstance(limit, int) else None
 
 
 def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | None:
-    """Return the number of optimizer steps of the whole run; None if it is unknown.
+    """Return the number of optimizer steps of the whole run; None if the number is unknown.
 
     Args:
         trainer: The Trainer.
@@ -116,15 +117,15 @@ def total_steps(trainer: Trainer, limits: Limits, batches: int | None) -> int | 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position of a run: the next batch, and the completed steps and batches.
+    """The position of a run: the next batch, and the numbers of completed steps and batches.
 
     Attributes:
         epoch: Epoch of the next batch, counted from 0.
         batch: Number of the next batch in the epoch, counted from 0.
         step: Number of completed optimizer steps.
         batches: Number of completed training batches over all epochs.
-        validation_due: Whether the validation after batch `batch - 1` runs next. Default: False.
-        epoch_complete: Whether batch `batch - 1` was the last batch of its epoch, so that only its validation remains.
+        validation_due: Whether the validation after the previous batch (`batch - 1`) runs next. Default: False.
+        epoch_complete: Whether the previous batch was the last one of its epoch, so that only the validation remains.
             Default: False.
     """
 
@@ -137,7 +138,7 @@ class Position:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Position:
-        """Return the position saved in a checkpoint. The field `samples` of old versions is ignored."""
+        """Return the position saved in a checkpoint. Ignore the field `samples` of old versions of exp."""
         return cls(**{name: value for name, value in saved.items() if name != "samples"})
 
     @property
@@ -147,10 +148,11 @@ class Position:
 
 
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
-    """Return the position in on_train_batch_start. For batch 0 it is also valid in on_train_epoch_start.
+    """Return the position before a batch, for calls in on_train_batch_start.
 
-    If batches are accumulated, the position is the first batch of the current optimizer step. The parameters did not
-    change since this batch, so the same gradients are computed again.
+    If batches are accumulated, the position is the first batch of the current optimizer step. The parameters have not
+    changed since this batch, so a resumed run computes the same gradients again. For batch 0, the function can also be
+    called in on_train_epoch_start.
     """
     again = batch_idx % trainer.accumulate_grad_batches
     return Position(
@@ -162,7 +164,7 @@ def before_batch(trainer: Trainer, batch_idx: int) -> Position:
 
 
 def in_validation(trainer: Trainer) -> Position:
-    """Return the position during a validation in fit. A resumed run repeats the validation."""
+    """Return the position during a validation in fit. A run that resumes from it repeats the whole validation."""
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     complete = is_epoch_complete(trainer)
     again = 0 if complete else batch % trainer.accumulate_grad_batches
@@ -177,7 +179,10 @@ def in_validation(trainer: Trainer) -> Position:
 
 
 def after_fit(trainer: Trainer) -> Position:
-    """Return the position in on_train_end. If an epoch was stopped early, Lightning has already counted it."""
+    """Return the position after training, for calls in on_train_end.
+
+    If the training stopped within an epoch, Lightning has already counted this epoch as completed.
+    """
     batch, batches = trainer.fit_loop.batch_idx + 1, trainer.fit_loop.total_batch_idx + 1
     if is_epoch_complete(trainer):
         return Position(epoch=trainer.current_epoch, batch=0, step=trainer.global_step, batches=batches)
@@ -191,23 +196,23 @@ def after_fit(trainer: Trainer) -> Position:
 
 
 def is_epoch_complete(trainer: Trainer) -> bool:
-    """Return whether the last batch was the last one of its epoch."""
+    """Return whether the batch that was trained last was the last batch of its epoch."""
     return trainer.is_last_batch or trainer.fit_loop.batch_idx + 1 == trainer.num_training_batches
 
 
 def next_batch(trainer: Trainer) -> tuple[int, int]:
-    """Return the epoch, and the number of the batch in the epoch, at which a new training iterator starts."""
+    """Return the start of a new training iterator: the epoch, and the number of the batch in the epoch."""
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = False) -> dict[str, Any]:
-    """Return the state from which Lightning's fit loop continues at a position.
+    """Return the state dict with which Lightning's fit loop continues at a position.
 
     Args:
         trainer: The Trainer.
         position: Position to continue from.
-        is_manual: Whether the module steps its optimizers by hand. A batch may then have several steps, and batches are
-            not accumulated. Default: False.
+        is_manual: Whether the module uses manual optimization. A batch may then have several optimizer steps, and
+            batches are not accumulated. Default: False.
     """
     state = trainer.fit_loop.state_dict()
     inside = position.batch > 0
@@ -215,8 +220,9 @@ def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = Fa
     # At the start of an epoch, no epoch is open, and Lightning does not treat it as a restart.
     epochs = _counts(position.epoch, position.epoch) | {"ready": position.epoch + inside}
     state["epoch_progress"] = {"total": epochs, "current": dict(epochs)}
-    # If the validation after a batch is due, all batches are completed, and a validation loop inside the batch
-    # restarts. Otherwise the last batch is processed but not completed: its validation is over, and its end remains.
+    # If the validation after a batch is due, all batches count as completed, and Lightning restarts the validation.
+    # Otherwise, the last batch counts as processed but not completed, because Lightning still has to run the end of the
+    # batch.
     open_batches = int(inside and not position.validation_due)
     state["epoch_loop.batch_progress"] = {
         "total": _counts(position.batches, position.batches - open_batches),
@@ -234,19 +240,19 @@ def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = Fa
     if is_manual:
         state["epoch_loop.manual_optimization.optim_step_progress"]["total"] = dict(steps)
         stepped = position.batches
-    # The x axis of self.log. Inside an epoch, Lightning adds 1 for the open batch.
+    # Number of steps on the x axis of self.log. Inside an epoch, Lightning adds 1 for the batch that is not completed.
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": max(0, stepped - inside)}
     return state
 
 
 def forget_restart(trainer: Trainer) -> None:
-    """Make Lightning treat the rest of a resumed epoch as a normal epoch. Call this function in on_train_start.
+    """Make Lightning treat the rest of a resumed epoch like a normal epoch. Call this function in on_train_start.
 
-    During a restart, Lightning does not update ReduceLROnPlateau schedules at the end of the epoch.
+    Otherwise, Lightning does not update ReduceLROnPlateau schedules at the end of the resumed epoch.
     """
     trainer.fit_loop.restarting = False
     trainer.fit_loop.epoch_loop.restarting = True
-    # The value of an uninterrupted run. Lightning counts only the start of a restarted epoch.
+    # Set the value of an uninterrupted run, because Lightning counts a restarted epoch differently.
     epochs = trainer.fit_loop.epoch_progress
     epochs.current.ready = epochs.total.ready
 

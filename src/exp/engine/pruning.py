@@ -1,4 +1,4 @@
-"""Callback that ends a job of a search early, if Optuna's pruner decides so after a validation."""
+"""Callback that ends a job of a search early if Optuna's pruner prunes the trial after a validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class Pruning(Callback):
     """Callback that ends fit if the pruner prunes the trial. All ranks end at the same batch.
 
-    The run ends in the same way as at a limit such as max_steps.
+    A pruned run ends in the same way as a run that reaches a limit, such as max_steps.
 
     Args:
         trial: Number of the trial in the sweep's study.
@@ -33,7 +33,7 @@ class Pruning(Callback):
         self.sweep = sweep
         self.has_pruned = False
         self._trial: TrialOfJob | None = None
-        # Number of validations in the whole run. The pruner uses it as its step.
+        # Number of validations in the whole run. The pruner uses this number as the step of a value.
         self.validations = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -43,8 +43,7 @@ class Pruning(Callback):
         self.validations = state_dict["validations"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A job that was killed after it was pruned must not train again.
-        # Only rank 0 asks the pruner.
+        # If a job was killed after it was pruned, a resume must not train it again. Only rank 0 calls the pruner.
         if self.validations and is_on_any_rank(trainer, trainer.is_global_zero and self._is_pruned(trainer)):
             self.has_pruned = trainer.should_stop = True
 

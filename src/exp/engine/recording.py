@@ -47,7 +47,7 @@ from exp.shared_types import EPOCH_LOSS, Batch, Stage
 log = logging.getLogger(__name__)
 
 STATE = "exp_recording"
-# Last value of each tag, for the report of a resumed run, which may not log every tag again.
+# Checkpoint entry with the last value of each tag. The report of a resumed run needs it if a tag is not logged again.
 LATEST = "exp_latest"
 
 
@@ -57,11 +57,11 @@ class StepRecording(Callback, ABC):
     Args:
         hooks: Hooks by name. Default: None.
         directory: Run directory, in which hooks write files. Default: None.
-        skips: Whether steps with a non-finite loss are skipped. If false, such a loss ends the run. Default: False.
+        skips: Whether the run skips steps with a non-finite loss. If false, such a loss ends the run. Default: False.
 
     Attributes:
         latest: Last value of each tag, including values of earlier processes of the run.
-        stage_steps: Optimizer step of the last evaluated weights, by stage.
+        stage_steps: For each stage, the optimizer step of the weights that were evaluated last.
         first_point: Number of the first step on the x axis of the loggers.
     """
 
@@ -82,14 +82,14 @@ class StepRecording(Callback, ABC):
         self._index = self._first = 0
         # Last learning rates of each optimizer, by phase.
         self._rates: dict[str | None, list[float]] = {}
-        # Index at which each stage was last written.
+        # For each stage, the optimizer step at which its values were last written.
         self._stages: dict[Stage, int] = {}
         self._undrawn: set[str] = set()
         self._heat_maps = HeatMaps(directory)
 
     @abstractmethod
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
-        """Add the losses of a step to the step's values."""
+        """Add the losses of a step to the values of the step, before these are logged."""
 
     @abstractmethod
     def _finish(self, stage: Stage, trainer: Trainer) -> None:
@@ -114,7 +114,8 @@ class StepRecording(Callback, ABC):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
         self._end_writing(trainer)
-        # Checked before a callback replaces the weights by averages, and also if no checkpoint is saved.
+        # Checked at this point, because later a callback may replace the weights by averages. The check of checkpoints
+        # is not enough, because a run may save none.
         self._module.require_finite({"state_dict": pl_module.state_dict()})
         self._step_hooks.ended()
 
@@ -137,8 +138,8 @@ class StepRecording(Callback, ABC):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         self.flush(trainer)
-        # Everything up to this point must be written, because a process that resumes from the checkpoint does not
-        # repeat it.
+        # All values up to this point must be written, because a run that resumes from the checkpoint does not compute
+        # them again.
         for logger in self._trainer.loggers:
             logger.save()
         if trainer.is_global_zero:
@@ -163,7 +164,7 @@ class StepRecording(Callback, ABC):
             log.exception("the heat maps cannot be drawn. The run ends with its earlier error")
 
     def _reseed(self, epoch: int) -> None:
-        """Set the random generators of the hooks at the start of an epoch. Epoch -1 is the start of training."""
+        """Seed the random generators at the start of an epoch, for hooks. Epoch -1 stands for the start of training."""
         reseed_epoch(seed=self._module.seed, rank=self._module.rank, epoch=epoch)
 
     # --- the step ---
@@ -171,7 +172,7 @@ class StepRecording(Callback, ABC):
     def _record_update(self, optimizer: Optimizer) -> None:
         """Run after_backward of the due hooks on unscaled gradients, and record the optimizer's learning rates.
 
-        Learning rates are recorded if they changed, or if this step is written.
+        Learning rates are recorded if they changed, or if the values of this step are written to the loggers.
         """
         found, phase = self._step_hooks.before_step(), self._step_hooks.turn.phase
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -180,7 +181,7 @@ class StepRecording(Callback, ABC):
             found.update(name_rates(optimizer, rates, phase=phase))
 
     def _add(self, record: StepRecord, losses: Sequence[Tensor], terms: Sequence[str] | None = None) -> None:
-        """Add a completed step to the buffer, and write the buffer if it is due."""
+        """Add a completed step to the buffer, and write the buffer to the loggers if it is due."""
         self._index += 1
         self._buffer.append(Recorded(self._index, record.size, losses, record.found, terms))
         if self._is_flush(self._index):
@@ -224,7 +225,7 @@ class StepRecording(Callback, ABC):
         return {tag: value for tag, value in self.latest.items() if is_shown(tag)}
 
     def _write(self, values: dict[str, float], index: int, panels: Mapping[str, Panel] | None = None) -> None:
-        """Write values by tag to all loggers, and panels to exp's loggers. Lightning's loggers accept only numbers."""
+        """Write values to all loggers, and panels to exp's loggers, because Lightning's loggers accept only numbers."""
         self.latest.update(values)
         if self._trainer.is_global_zero:
             for logger in self._trainer.loggers:
@@ -232,7 +233,7 @@ class StepRecording(Callback, ABC):
             self._show(self._heat_maps.replace_columns(panels, index) if panels else {}, index)
 
     def _show(self, panels: Mapping[str, Panel], index: int) -> None:
-        """Draw panels and log them. A panel that cannot be drawn is reported once and does not end the run."""
+        """Draw panels as pictures and log them. If a panel cannot be drawn, warn once and continue the run."""
         shown = {}
         for tag, panel in panels.items():
             try:
@@ -250,7 +251,7 @@ class StepRecording(Callback, ABC):
         return (logger for logger in self._trainer.loggers if isinstance(logger, RunLogger))
 
     def _end_writing(self, trainer: Trainer) -> None:
-        """Draw the heat maps that have new columns."""
+        """Draw and log the heat maps that have new columns."""
         if trainer.is_global_zero:
             for index, pictures in self._heat_maps.end().items():
                 self._show(pictures, index)
@@ -263,9 +264,15 @@ class StepRecording(Callback, ABC):
 
 
 def is_written(index: int, *, first: int, every: int) -> bool:
-    """Return whether the values of a step are written.
+    """Return whether the values of a step are written to the loggers.
 
-    Every step that is a multiple of `every` is written. At the start, also the steps 1, 2, 4, 8 ... after step `first`.
+    The values are written if the number of the step is a multiple of `every`. During the first `every` steps of a
+    process, they are also written 1, 2, 4, 8, ... steps after step `first`.
+
+    Args:
+        index: Number of the step, counted from 1.
+        first: Number of the last step before this process. 0 if the run was not resumed.
+        every: Value of trainer.log_every_n_steps.
     """
     done = index - first
     return index % every == 0 or (done < every and done & (done - 1) == 0)
@@ -281,14 +288,14 @@ def require_loss(values: Mapping[str, float], stage: Stage) -> None:
 
 
 def is_shown(tag: str) -> bool:
-    """Return whether a tag is the loss or a metric of a stage. Single terms of a loss are excluded."""
+    """Return whether a tag is the loss or a metric of a stage, such as `loss/val`. Terms of the loss are excluded."""
     return tag.count("/") == 1 and tag.endswith(("/train", "/val", "/test"))
 
 
 class Recording(StepRecording):
     """Callback that runs hooks, and writes the values of hooks and steps to all loggers.
 
-    It must precede callbacks that read `trainer.callback_metrics`.
+    The callback must precede callbacks that read `trainer.callback_metrics` in the Trainer's list.
 
     Args:
         hooks: Hooks by name. Default: None.
@@ -296,7 +303,7 @@ class Recording(StepRecording):
         skips: Whether steps with a non-finite loss are skipped. Default: False.
 
     Attributes:
-        metrics: Values of epochs by tag, which callbacks compare.
+        metrics: Latest values of epochs by tag, for callbacks that compare values.
     """
 
     _module: TrainingModule
@@ -310,8 +317,8 @@ class Recording(StepRecording):
         self._start_window()
 
     def _start_window(self) -> None:
-        """Reset the values of the current optimizer step."""
-        # Loss and terms from which the gradients of the update were computed; None with phases.
+        """Reset the losses of the current optimizer step."""
+        # Result of the forward that computed the gradients of the optimizer step; None with phases.
         self._result: StepResult | None = None
         self._losses: list[Tensor] = []
         self._micro_batches = 0
@@ -325,7 +332,7 @@ class Recording(StepRecording):
         pl_module.values_of("train").leaves_out_lost = self._skips
 
     def leave_out_lost(self) -> None:
-        """Leave nan and infinite losses out of the epoch's mean, instead of ending the run. Call this after `setup`."""
+        """Leave non-finite losses out of the epoch's mean instead of ending the run. Call this method after `setup`."""
         self._skips = self._module.values_of("train").leaves_out_lost = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -344,7 +351,8 @@ class Recording(StepRecording):
         self._step_hooks.start_batch(batch, batch_idx, index=self._index + 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # With phases, Lightning calls this hook after an empty backward; the phases report their own backward.
+        # With phases, Lightning calls this hook after a backward that does nothing. The phases report their backward
+        # directly.
         if not self._module.phases:
             self._step_hooks.after_backward()
 
@@ -381,7 +389,7 @@ class Recording(StepRecording):
 
     def _take(self, step: Recorded, losses: Sequence[float]) -> None:
         loss = losses[0]
-        # The epoch's loss is the mean over the steps that were not skipped; nan if all were skipped.
+        # The loss of the epoch is the mean over the steps that were not skipped. It is nan if all steps were skipped.
         if not self._skips or math.isfinite(loss):
             self._epoch_sum += loss * step.size
             self._epoch_size += step.size
@@ -396,9 +404,10 @@ class Recording(StepRecording):
         self.flush(trainer)
         self._step_hooks.pause()
         values = self._module.values_of("train")
-        # If a limit ends the run within an epoch, a longer run continues with these sums.
+        # If a limit ends the run within an epoch, a run that resumes with a larger limit continues with these sums.
         sums = self._epoch_sum, self._epoch_size
-        # Weighted terms are summed with their divisors. Otherwise, the epoch's mean is computed from its steps.
+        # If the objective has weighted terms, the mean of the epoch is computed from sums and divisors. Otherwise, it
+        # is computed from the losses of the steps.
         weighed = self._module.objective.weighed
         state = None if is_epoch_complete(trainer) else values.state(trainer.strategy, with_losses=bool(weighed))
         found = values.finish(trainer.strategy) if values.measures or weighed else {}
@@ -427,9 +436,9 @@ class Recording(StepRecording):
         self._publish(trainer, values)
 
     def _publish(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Pass values to callbacks and schedules. self.log is not used, because it takes half a millisecond per value.
+        """Make values available to callbacks and schedules, without self.log, which takes half a millisecond per value.
 
-        Tested with Lightning 2.6.6: `trainer.callback_metrics` is the dict that Lightning itself keeps.
+        Tested with Lightning 2.6.6: `trainer.callback_metrics` is the dict that Lightning stores, not a copy.
         """
         self.metrics.update(values)
         trainer.callback_metrics.update(_tensors(values))

@@ -1,11 +1,11 @@
-"""Application of the config's `runtime` to a network: memory format, compilation and threads.
+"""Functions that apply the config node `runtime`: memory format, compilation and number of threads.
 
-With runtime.channels_last, the channels of images and convolution weights are innermost in memory. Results are equal
-except for the rounding of kernels.
+With runtime.channels_last, the channels of images and of convolution weights are innermost in memory. The results
+change only by rounding.
 
-With runtime.compile, torch.compile compiles the network in place: the module and its state dict stay the same. Tested
-with torch 2.13: if `forward` is a method of a class of torch, `nn.Module.compile` compiles nothing and reports no
-error. A copy of a compiled network is not compiled.
+With runtime.compile, torch compiles the network in place, so the module and its state dict stay the same. Tested with
+torch 2.13: if the class of a module belongs to torch, `nn.Module.compile` compiles nothing and raises no error. A copy
+of a compiled network is not compiled.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from exp.objectives.term import TWICE
 
 log = logging.getLogger(__name__)
 
-# Needs of terms that a compiled network does not support. A compiled backward runs only once, and cannot be
-# differentiated.
+# Needs of loss terms that a compiled network does not support. The backward of a compiled network can run only once,
+# and cannot be differentiated.
 EAGER = TWICE | {"retained_graph"}
 _compiled: WeakSet[nn.Module] = WeakSet()
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
-# Multiply-adds of one operator in the forward, below which one CPU thread is used. Measured on two idle cores, a second
-# thread saved nothing for an MLP 64-256-256-10 (3.8 million, batch 64). It saved a fifth for the ResNet (8.7 million),
-# and a factor of 1.8 for an MLP of width 512 (16 million). If other processes use the second core, each operator waits
-# for it: steps of 2.5 ms took 63 ms.
+# One CPU thread is used if an operator of the forward has fewer multiply-adds than this number. Measured on two idle
+# cores, a second thread saved no time for an MLP 64-256-256-10 (3.8 million, batch 64). It saved a fifth of the time
+# for the ResNet (8.7 million). It made an MLP of width 512 (16 million) 1.8 times as fast. If other processes use the
+# second core, each operator waits for this core: steps of 2.5 ms took 63 ms.
 SMALL_OPERATOR = 12e6
 
 
 def switch_on(
     network: nn.Module, runtime: RuntimeSettings, *, runs: Iterable[tuple[nn.Module, frozenset[str]]]
 ) -> None:
-    """Apply memory format and compilation. Call this function before the network is moved to a device.
+    """Apply memory format and compilation to a network. Call this function before the network is moved to a device.
 
     Args:
         network: The network.
@@ -55,7 +55,7 @@ def switch_on(
 
 
 def compile_network(network: nn.Module, *, backend: str, mode: str | None = None, needs: frozenset[str]) -> None:
-    """Compile the forward of a network. Each new input shape or mode compiles at its first call, which takes seconds.
+    """Make a network compile its forward at the first call with each input shape and mode, which takes seconds.
 
     Args:
         network: The network.
@@ -66,7 +66,7 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
     options: dict[str, Any] | None = None
     on_cpu = all(parameter.device.type == "cpu" for parameter in network.parameters())
     if backend == "inductor" and on_cpu and mode is None:  # torch accepts only one of mode and options
-        # On a CPU, inductor's layout of convolutions lost gradients of a LeNet with a batch of 41 samples (torch 2.13).
+        # On a CPU, the layout optimization lost gradients of a LeNet with a batch of 41 samples (torch 2.13).
         options = {"layout_optimization": False}
     network.compile(backend=backend, mode=mode, options=options)
     _compiled.add(network)
@@ -78,7 +78,7 @@ def compile_network(network: nn.Module, *, backend: str, mode: str | None = None
 
 
 def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a network that compile_network compiled runs uncompiled."""
+    """Return a context in which a network runs uncompiled, even if `compile_network` compiled it."""
     if network not in _compiled:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
@@ -86,16 +86,19 @@ def run_uncompiled(network: nn.Module) -> AbstractContextManager[None]:
 
 
 def block_launches(is_wanted: object) -> None:
-    """Make this process and its children wait for each CUDA kernel, if `runtime.cuda_blocking` is true.
+    """Make this process and its child processes wait for each CUDA kernel if runtime.cuda_blocking is true.
 
     Call this function before the first use of a GPU, because CUDA reads the environment variable only once.
+
+    Args:
+        is_wanted: Value of runtime.cuda_blocking.
     """
     if is_wanted is True:
         os.environ[BLOCKING] = "1"
 
 
 def put_channels_last(network: nn.Module) -> None:
-    """Convert the weights `[C, C', H, W]` and all later inputs `[B, C, H, W]` of a network to channels last."""
+    """Convert the weights `[C, C', H, W]` and all future inputs `[B, C, H, W]` of a network to channels last."""
     move: Callable[..., nn.Module] = network.to  # torch's stubs (to 2.14) reject memory_format as the only argument
     move(memory_format=torch.channels_last)
     network.register_forward_pre_hook(_lay_out_inputs, with_kwargs=True)
@@ -116,12 +119,12 @@ def _to_channels_last(value: object) -> object:
 
 
 def threads_of(requested: int | None, *, operator: float | None) -> int | None:
-    """Return the number of CPU threads per operator; None for torch's default (OMP_NUM_THREADS or the number of cores).
+    """Return the number of CPU threads per operator; None for torch's default: OMP_NUM_THREADS or the number of cores.
 
     Args:
-        requested: Number in the config. None selects one thread for a network of small operators.
-        operator: Multiply-adds of one operator in the forward on this process's part of a batch; None if unknown. It is
-            a mean weighted by multiply-adds, or an upper bound.
+        requested: Number in the config. None: one thread if the operators are small, torch's default otherwise.
+        operator: Multiply-adds of one operator in the forward on this process's part of a batch: a mean weighted by
+            multiply-adds, or an upper bound. None: unknown.
     """
     return 1 if requested is None and operator is not None and operator < SMALL_OPERATOR else requested
 
@@ -133,10 +136,10 @@ def set_threads(count: int | None) -> None:
 
 
 def operator_at_most(network: nn.Module, *, positions: int) -> float:
-    """Return an upper bound on the multiply-adds of one operator for one sample.
+    """Return an upper bound on the multiply-adds of any operator in the forward of one sample.
 
     Args:
         network: The network.
-        positions: Number of elements in the largest input of a sample. No layer has more positions.
+        positions: Number of elements in the largest input of a sample, which bounds the number of positions of a layer.
     """
     return float(max((one.numel() for one in network.parameters()), default=0) * positions)

@@ -155,8 +155,8 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
 
     The function returns the first of these failures that exists:
 
-    1. The earliest death, or else the earliest hang. Both precede exceptions, because a death causes exceptions in
-    other ranks. 2. The earliest exception: "config", "known" or "bug".
+    1. The earliest death, or else the earliest hang. A death causes exceptions in other ranks.
+    2. The earliest exception: "config", "known" or "bug".
     3. The earliest interruption.
     4. The earliest "peer". If the rank waited for another rank until a timeout, the returned failure names a
        rank that does not respond.

@@ -375,7 +375,7 @@ class UserCodeError(RunError):
         return cls(what=what, cause=one_line(error), frames=user_frames(error))
 
     def __str__(self) -> str:
-        fix = "Fix the error in your code or data" if self.frames else "Check the values that the config gives it"
+        fix = "Fix the error in your code or data" if self.frames else "Check the config values of this class"
         text = "\n".join(filter(None, [super().__str__(), self.frames, fix]))
         return text + (f". The last checkpoint is intact. Resume with\n  {self.command}" if self.command else "")
 
@@ -418,7 +418,7 @@ def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as second:
-        return f"(its __str__ failed with {type(second).__name__})"
+        return f"(the __str__ of the exception failed with {type(second).__name__})"
 
 
 def _first_line(error: BaseException) -> str:
@@ -503,7 +503,7 @@ class Interrupted(ExpError):
         self.exit_status = 128 + signum
         self.command: str | None = None
         why = "because a rank hung" if detail else "because no step was finished"
-        where = f"the state is in {checkpoint}" if checkpoint else f"no state was saved, {why}"
+        where = f"the state is saved in {checkpoint}" if checkpoint else f"no state was saved, {why}"
         super().__init__(f"interrupted by signal {signum}; {where}")
 
     def __str__(self) -> str:

@@ -92,4 +92,4 @@ def test_a_gan_resumes_with_the_same_phases_only(tmp_path: Path, monkeypatch: py
     resumed = [*command, "resume=first/checkpoints/last.ckpt"]
     assert examine(resolve(compose(resumed))).errors == ()
     (error,) = examine(resolve(compose([*resumed, "phases.generator.optimizer.lr=1"]))).errors
-    assert "phases.generator.optimizer.lr was 0.001 and is 1" in str(error)
+    assert "phases.generator.optimizer.lr was 0.001 and is now 1" in str(error)

@@ -42,7 +42,7 @@ def test_a_signal_saves_the_state_for_an_exact_resume(
     os.kill(process.pid, signal.SIGTERM)
     assert elsewhere.end(process) == 128 + signal.SIGTERM
     result = json.loads((tmp_path / "parts" / "result.0.json").read_text())
-    assert "the state is in" in result["error"]
+    assert "the state is saved in" in result["error"]
     assert 3 <= result["step"] < 28
     assert elsewhere.run(tmp_path / "parts", **settings) == 0
     expected, found = logged(tmp_path / "whole"), logged(tmp_path / "parts")
@@ -107,7 +107,7 @@ def test_a_signal_behind_the_last_batch_is_not_lost(tmp_path: Path, small_run: M
 def test_a_signal_waits_for_accumulated_batches(tmp_path: Path, small_run: ModuleType) -> None:
     kill = small_run.At("on_train_batch_start", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     small = small_run.Small(tmp_path, accumulate_grad_batches=3, every_n_steps=None, callbacks=(kill,))
-    with pytest.raises(Interrupted, match="the state is in") as caught:
+    with pytest.raises(Interrupted, match="the state is saved in") as caught:
         small.fit()
     assert caught.value.exit_status == 130
     assert torch.load(small.last)["exp_position"] == {

@@ -42,7 +42,7 @@ def test_channels_last_keeps_results_over_a_resume(tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", *last, *longer)
     again = fit(tmp_path / "again", *last, *longer, f"resume={tmp_path}/last/checkpoints/last.ckpt")
     assert again.metrics["loss/val"] == whole.metrics["loss/val"]
-    with pytest.raises(exp.ConfigError, match=r"runtime\.channels_last was True and is False"):
+    with pytest.raises(exp.ConfigError, match=r"runtime\.channels_last was True and is now False"):
         fit(tmp_path / "other", *PICTURES, *longer, f"resume={tmp_path}/last/checkpoints/last.ckpt")
 
 

@@ -89,9 +89,9 @@ def test_ranks_with_uneven_shares_equal_one_process(ranks) -> None:
         ("GaussianNLLLoss", "{input: mean, target: target, variance: variance}", "inputs.variance", "one of input"),
         ("GaussianNLLLoss", "{input: mean, target: target, var: varianze}", "inputs.var", "Did you mean variance?"),
         ("TripletMarginLoss", "{anchor: anchor, positive: like}", "inputs", "missing a required argument: 'negative'"),
-        ("GaussianNLLLoss", "{input: score, target: target, var: variance}", "", "both must have one shape"),
+        ("GaussianNLLLoss", "{input: score, target: target, var: variance}", "", "needs equal shapes"),
         ("CosineEmbeddingLoss", "{input1: anchor, input2: mean, target: side}", "", "rejects"),
-        ("MSELoss", "{}", "inputs", "{}; expected a name of a value for each parameter"),
+        ("MSELoss", "{}", "inputs", "{}; expected null, or the name of a value"),
     ],
 )  # fmt: skip
 def test_the_check_refuses_wrong_names_and_shapes(loss, inputs, key, message) -> None:
@@ -111,14 +111,14 @@ BESIDE = term("torch.nn.MSELoss", FAMILY["MSELoss"])
     [
         (["objective.cross_entropy.output=nothing"], "objective.cross_entropy.output", "neither network nor batch"),
         (["objective.cross_entropy.target=targte"], "objective.cross_entropy.target", "neither network nor batch"),
-        (["+objective=r1", "objective.r1.input=inputs"], "objective.r1.input", "which neither network nor batch gives"),
-        ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse"], "objective.mse.target", "which both network"),
-        ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "with output or target"),
+        (["+objective=r1", "objective.r1.input=inputs"], "objective.r1.input", "neither network nor batch returns"),
+        ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse"], "objective.mse.target", "that both"),
+        ([*COMMON, BESIDE, "+objective.it.output=mean"], "objective.it.inputs", "next to output or target"),
         # The same wrong name in several keys is one error.
         (["objective.cross_entropy.target=goal", "+metrics.accuracy.target=goal"], "objective.cross_entropy.target",
-         "neither network nor batch gives, read by objective.cross_entropy.target, metrics.accuracy.target"),
+         "neither network nor batch returns, read by objective.cross_entropy.target, metrics.accuracy.target"),
         ([*COMMON, CLASH, f"data.inputs={{x: {SIX}}}", "+objective=mse", "metrics=[mae]"], "objective.mse.target",
-         "'target', which both network and batch give, read by objective.mse.target, metrics.mae.target"),
+         "'target', a name that both network and batch return, read by objective.mse.target, metrics.mae.target"),
     ],
 )  # fmt: skip
 def test_the_check_refuses_unknown_and_ambiguous_values(overrides, key, message) -> None:

@@ -144,11 +144,11 @@ CURVE = f"{{_target_: {T}.MulticlassPrecisionRecallCurve, num_classes: 3, {KINDS
 ERRORS = [
     ("metrics.kind.output=kids", "metrics.kind.output", "Did you mean kinds?"),
     ("+metrics.mean.inputs.weigth=side", "metrics.mean.inputs.weigth", "Did you mean weight?"),
-    ("+metrics.x={_target_: torchmetrics.CatMetric, inputs: {value: age}}", "metrics.x", "as many each time"),
+    ("+metrics.x={_target_: torchmetrics.CatMetric, inputs: {value: age}}", "metrics.x", "the same length"),
     ("+metrics.x={_target_: torchmetrics.CatMetric}", "metrics.x", "metrics.x.inputs={value: ...}"),
-    ("metrics.kind.output=output", "metrics.kind.output", "one tensor for the metric. Write one of digits, kinds"),
+    ("metrics.kind.output=output", "metrics.kind.output", "the metric. Set metrics.kind.output to one of digits"),
     ("metrics.kind.num_classes=4", "metrics.kind.num_classes", "Write num_classes: 3"),
-    ("metrics.kind._target_=exp.objectives.metrics.Accuracy;metrics.kind.target=age", "metrics.kind", "is float64"),
+    ("metrics.kind._target_=exp.objectives.metrics.Accuracy;metrics.kind.target=age", "metrics.kind", "dtype float64"),
     (f"+metrics.x={CONFUSION}", "metrics.x", "of shape [3, 3]"),
     (f"+metrics.x={FAIR}", "metrics.x", "counts samples under wrong groups"),
     (f"+metrics.x={CURVE}", "metrics.x", "MulticlassPrecisionRecallCurve, which returns"),
@@ -177,7 +177,7 @@ def test_the_check_calls_no_user_metric(gives) -> None:
     config = exp.compose([*COMMON, own, "trainer.max_epochs=1", "test=false"])
     exp.validate(config)
     if gives == "matrix":
-        with pytest.raises(RunError, match=r"metrics.own: Own gives a tensor of shape \[2, 2\]; expected one number"):
+        with pytest.raises(RunError, match=r"metrics.own: Own returns a tensor of shape \[2, 2\]; expected a number"):
             exp.fit(config)
         return
     found = exp.fit(config).metrics

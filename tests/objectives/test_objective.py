@@ -120,13 +120,13 @@ def test_unknown_values_are_reported() -> None:
     with pytest.raises(RunError) as caught:
         Objective({"copy": term})({"output": sample(1), "target": sample(1), "reconstruction": sample(1)})
     assert str(caught.value) == (
-        "a term's output is 'reconstructoin', which neither network nor batch gives; there are output, "
+        "the output of a term is 'reconstructoin', a name that neither network nor batch returns. Known names: output, "
         "reconstruction, target. Did you mean reconstruction?"
     )
     objective = Objective({"mse": nn.MSELoss()})
-    with pytest.raises(RunError, match="which neither network nor batch gives; there are mean, variance"):
+    with pytest.raises(RunError, match=r"neither network nor batch returns\. Known names: mean, variance"):
         objective({"output": {"mean": sample(1), "variance": sample(1)}, "target": sample(1)})
-    with pytest.raises(RunError, match="a term's target 'target' is a list; it must be a tensor"):
+    with pytest.raises(RunError, match="the target of a term must be a tensor, but 'target' is a list"):
         objective({"output": sample(1), "target": [1.0]})
 
 
@@ -168,7 +168,7 @@ def test_elementwise_losses_need_equal_shapes(
     if output == target:
         assert Objective({"term": loss})(values)[0].shape == ()
     else:
-        with pytest.raises(RunError, match="both must have one shape"):
+        with pytest.raises(RunError, match="needs equal shapes"):
             Objective({"term": loss})(values)
 
 
@@ -178,18 +178,18 @@ def test_classes_are_on_the_last_axis(output: tuple[int, ...], target: tuple[int
     if len(output) > 1 and output[:-1] == target:
         assert Objective({"term": CrossEntropy()})(values)[0].shape == ()
     else:
-        with pytest.raises(RunError, match="reads classes from the last axis"):
+        with pytest.raises(RunError, match="needs a target of shape"):
             Objective({"term": CrossEntropy()})(values)
 
 
 @pytest.mark.parametrize(
     ("loss", "output", "target", "message"),
     [
-        (nn.MSELoss(), (8, 1), (8,), "MSELoss compares element by element: the output is [8, 1], the target [8]; both must have one shape. End the model with {_target_: torch.nn.Flatten, start_dim: 0}"),
-        (nn.L1Loss(), (8, 3), (8, 2), "The model's last layer must give 2 numbers for a sample"),
-        (CrossEntropy(), (8, 5), (8, 1), "so that the target must be [8]; it is [8, 1]. Drop the target's last axis of 1"),
-        (CrossEntropy(), (8, 5, 7), (8, 7), "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"),
-        (CrossEntropy(), (8, 7, 5), (8,), "pool or select one, as x.mean(1) or x[:, -1]"),
+        (nn.MSELoss(), (8, 1), (8,), "MSELoss needs equal shapes, but the output has the shape [8, 1] and the target has the shape [8]. End the model with {_target_: torch.nn.Flatten, start_dim: 0}"),
+        (nn.L1Loss(), (8, 3), (8, 2), "Change the model's last layer to 2 outputs per sample"),
+        (CrossEntropy(), (8, 5), (8, 1), "needs a target of shape [8] for outputs of shape [8, 5], but the target has the shape [8, 1]. Remove the target's last axis, which has length 1"),
+        (CrossEntropy(), (8, 5, 7), (8, 7), "The classes seem to be on axis 1. Move this axis to the end with x.movedim(1, -1)"),
+        (CrossEntropy(), (8, 7, 5), (8,), "Average them (x.mean(1)), or select one (x[:, -1])"),
     ],
 )  # fmt: skip
 def test_errors_of_shapes_name_a_fix(
@@ -202,22 +202,26 @@ def test_errors_of_shapes_name_a_fix(
 
 
 def test_wrong_targets_and_losses_are_refused() -> None:
-    with pytest.raises(RunError, match=r"CrossEntropy needs class numbers \(int64\); the target is float32"):
+    with pytest.raises(
+        RunError, match=r"CrossEntropy needs class numbers \(int64\), but the target has the dtype float32"
+    ):
         Objective({"term": CrossEntropy()})({"output": torch.zeros(4, 3), "target": torch.zeros(4)})
-    with pytest.raises(RunError, match=r"Class numbers need objective=\[cross_entropy\]"):
+    with pytest.raises(RunError, match=r"For class numbers, write objective=\[cross_entropy\]"):
         Objective({"term": nn.MSELoss()})({"output": torch.zeros(4, 3), "target": torch.zeros(4, dtype=torch.int64)})
     # Integers are valid targets of an elementwise loss.
     answers = torch.tensor([0, 1, 1])
     total, _ = Objective({"term": nn.BCEWithLogitsLoss()})({"output": torch.zeros(3), "target": answers})
     assert total.item() == pytest.approx(np.log(2), rel=1e-6)
-    with pytest.raises(RunError, match=r"PairwiseDistance gives a tensor of shape \[4\]; a term must give one number"):
+    with pytest.raises(RunError, match=r"PairwiseDistance returns a tensor of shape \[4\]; expected one number"):
         Objective({"term": nn.PairwiseDistance()})({"output": torch.zeros(4, 2), "target": torch.zeros(4, 2)})
     with pytest.raises(RunError, match="the objective has no terms"):
         Objective({})
     for loss in (nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none")):
         with pytest.raises(ConfigError, match=rf"objective\.a\.reduction: .*has reduction '{loss.reduction}'"):
             Objective({"a": loss})
-    with pytest.raises(ConfigError, match=r"objective\.a\.loss\.reduction: .*scale the term with objective\.a\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.a\.loss\.reduction: .*To scale the term, set objective\.a\.weight"
+    ):
         Objective({"a": Term(loss=nn.MSELoss(reduction="sum"))})
     Objective({"a": nn.KLDivLoss(reduction="batchmean")})
 

@@ -32,10 +32,10 @@ def errors(*overrides):
     [
         (["trainer.max_epochs=4"], "resume", ["another model", "model=lenet"]),
         (["train=false"], "resume", ["another model", "model=lenet"]),
-        (["model=lenet", "optimizer.lr=0.1"], "resume", ["optimizer.lr was 0.003 and is 0.1"]),
+        (["model=lenet", "optimizer.lr=0.1"], "resume", ["optimizer.lr was 0.003 and is now 0.1"]),
         (["model=lenet", "optimizer=sgd"], "resume", ["another optimizer"]),
         (["model=lenet", "trainer.max_epochs=1"], "trainer.max_epochs", ["at least 2"]),
-        (["model=lenet", "optimizer.weight_decay=0.1"], "resume", ["optimizer.weight_decay was 0.01 and is 0.1"]),
+        (["model=lenet", "optimizer.weight_decay=0.1"], "resume", ["optimizer.weight_decay was 0.01 and is now 0.1"]),
     ],
 )
 def test_another_config_is_an_error(finished, overrides, key, messages):
@@ -60,12 +60,12 @@ def test_only_what_changes_steps_is_noted(finished):
     same = [f"resume={finished}", "model=lenet", "trainer.max_epochs=4"]
     assert not notes(*same, "data.num_workers=2", "hooks=[]", "optimizer.weight_decay=0.01", "scheduler.warmup_steps=0")
     (note,) = notes(*same, "precision=bf16_true", "strategy=single", "seed=1")
-    assert "precision.word was fp32 and is bf16_true" in note
-    assert "strategy.name was auto and is single" in note
-    assert "seed was 0 and is 1" in note
+    assert "precision.word was fp32 and is now bf16_true" in note
+    assert "strategy.name was auto and is now single" in note
+    assert "seed was 0 and is now 1" in note
     assert "its losses may differ" in note
     (note,) = notes(*same, "trainer.gradient_clip_val=1", "trainer.accumulate_grad_batches=2", "data.batch_size=32")
-    assert "trainer.gradient_clip_val was None and is 1" in note
+    assert "trainer.gradient_clip_val was None and is now 1" in note
     # An evaluation makes no steps, so the precision of training does not matter.
     assert not notes(f"resume={finished}", "model=lenet", "train=false", "precision=bf16")
 
@@ -75,7 +75,7 @@ def test_other_batches_need_a_checkpoint_of_an_epochs_end(finished, tmp_path):
     within = exp.fit(exp.compose([*same, "test=false", "trainer.max_steps=3", f"hydra.run.dir={tmp_path}/run"]))
     last = f"{within.directory}/checkpoints/last.ckpt"
     told = errors(f"resume={last}", *same, "data.batch_size=32")["resume"]
-    assert "a checkpoint within epoch 0, with other batches: data.batch_size was" in told
+    assert "a checkpoint within epoch 0, whose batches differ: data.batch_size was" in told
     exp.validate(exp.compose([f"resume={last}", *same]))
     exp.validate(exp.compose([f"resume={finished}", *same, "data.batch_size=32"]))
 
@@ -90,18 +90,18 @@ def test_a_position_of_an_earlier_version_is_read(finished):
 def test_a_run_resumes_in_another_precision(finished, caplog):
     same = ["model=lenet", "test=false", "trainer.limit_train_batches=2"]
     report = exp.fit(exp.compose([f"resume={finished}", *same, "trainer.max_epochs=3", "precision=bf16_true"]))
-    assert "precision.word was fp32 and is bf16_true" in caplog.text
+    assert "precision.word was fp32 and is now bf16_true" in caplog.text
     assert (report.epochs, report.precision) == (3, "bf16_true")
     # Back to float32 weights: the optimizer state is converted from bfloat16.
     last = f"{report.directory}/checkpoints/last.ckpt"
     report = exp.fit(exp.compose([f"resume={last}", *same, "trainer.max_epochs=4", "precision=fp16"]))
-    assert "precision.word was bf16_true and is fp16" in caplog.text
+    assert "precision.word was bf16_true and is now fp16" in caplog.text
     assert report.epochs == 4
 
 
 # Edits of a checkpoint that can still be read, and the error message.
 EDITS = {
-    "no_optimizer": (lambda held: held.update(optimizer_states=[]), "whose optimizer_states is []"),
+    "no_optimizer": (lambda held: held.update(optimizer_states=[]), "whose entry optimizer_states is []"),
     "fewer_weights": (
         lambda held: held["state_dict"].pop("network.head.bias"),
         "where network.head.bias is missing",
@@ -112,11 +112,11 @@ EDITS = {
     ),
     "a_number_for_a_weight": (
         lambda held: held["state_dict"].update({"network.head.bias": 3}),
-        "whose state_dict is ",
+        "whose entry state_dict is ",
     ),
     "newer_lightning": (
         lambda held: held.update({"pytorch-lightning_version": "99.0"}),
-        "written with Lightning 99.0",
+        "which Lightning 99.0 wrote",
     ),
 }
 
@@ -142,6 +142,6 @@ def test_a_checkpoint_of_an_earlier_format_is_read(finished, manifest):
 
 def test_weights_alone_cannot_be_resumed():
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, "weights.ckpt")
-    message = "weights.ckpt, which contains state_dict, but no pytorch-lightning_version; expected an unchanged"
+    message = "which contains the entries state_dict, but no entry pytorch-lightning_version; expected an unchanged"
     for train in ("true", "false"):
         assert message in errors("resume=weights.ckpt", f"train={train}")["resume"]

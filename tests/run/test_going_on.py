@@ -82,7 +82,7 @@ def test_auto_resumes_the_newest_whole_checkpoint_of_its_name(caplog):
     for path in (second / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
     third = fit("resume=auto")
-    assert f"uses the previous checkpoint, because {second}/checkpoints/last.ckpt is damaged" in caplog.text
+    assert f"an older checkpoint is used, because {second}/checkpoints/last.ckpt is damaged" in caplog.text
     assert_equal_weights(third, fit("seed=0"))
 
 

@@ -283,7 +283,11 @@ def errors_of(*overrides):
         (["module={_target_: mine.Untrained}"], "module", "Untrained, which has no configure_optimizers"),
         (["module={_target_: mine.LitNoSuper}"], "module", "does not call super().__init__()"),
         (["module={_target_: mine.WithLoaders}"], "module", "which the loaders of data would replace"),
-        (["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"], "trainer.gradient_clip_val", "by hand"),
+        (
+            ["module={_target_: mine.LitGan}", "trainer.gradient_clip_val=1.0"],
+            "trainer.gradient_clip_val",
+            "manual",
+        ),
         (["module={_target_: mine.SimpleNet}"], "module._target_", "LightningModule"),
         ([NET, "data._target_=mine.LitNet"], "data._target_", "LightningDataModule"),
         (["monitor=null"], "monitor", "a tag of this run"),

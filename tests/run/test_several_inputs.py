@@ -116,7 +116,7 @@ def test_inputs_are_read_from_the_data_and_frozen():
             "visits",
             ["model=twins"],
             "data.inputs",
-            "image, table, number, and the forward of ModuleDictModel has the parameters left",
+            "image, table, number, but the forward of ModuleDictModel has the parameters left",
         ),
         ("visits", ["data.inputs={image: {shape: [1,6,6], dtype: float32}}"], "data.inputs", "named table"),
         (

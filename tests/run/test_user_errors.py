@@ -71,7 +71,7 @@ PLACES = [
     ("hooks=[watch]", "hook watch, in after_step", "ValueError: not a picture"),
     ("model=layer", "layer 0 (Layer) in forward", "ValueError: not a picture"),
     (f"{ROW}exit", "reading sample 40 of train", "SystemExit: 3"),
-    (f"{ROW}mute", "reading sample 40 of train", "Mute: (its __str__ failed with RuntimeError)"),
+    (f"{ROW}mute", "reading sample 40 of train", "Mute: (the __str__ of the exception failed with RuntimeError)"),
     (f"{ROW}length", "the length of the data set Rows", "ValueError: not a picture"),
 ]
 OTHER_ERRORS = [

@@ -179,7 +179,7 @@ def compatibility_errors(parts: Iterable[Part], planned: Blueprint) -> Iterator[
     present = conditions(planned)
     for part in parts:
         for word in sorted(set(part.needs) - NEEDS.keys()):
-            got, expected = f"{part.named} with the unknown need {word!r}", f"needs among {', '.join(HOOK_NEEDS)}"
+            got, expected = f"{part.named} with the unknown need {word!r}", f"one of {', '.join(HOOK_NEEDS)}"
             yield ErrorDetails(key=part.key, got=got, expected=expected, fix=did_you_mean(word, HOOK_NEEDS))
         excluding: dict[str, str] = {}
         for need in (need for need in EXCLUDED if need in part.needs):
@@ -233,13 +233,13 @@ def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> 
                 yield unsuitable(key, kind.__name__, why, "a callback that exp supports", fix)
         if kind is callbacks.BaseFinetuning:
             got, expected = "BaseFinetuning, which freezes nothing", "a subclass that defines what to freeze"
-            yield ErrorDetails(key=key, got=got, expected=expected, fix="Or use freeze.unfreeze")
+            yield ErrorDetails(key=key, got=got, expected=expected, fix="To freeze layers, use freeze.unfreeze")
         if name in bars and (not shows_bar or name != bars[0]):
             got = (
                 f"{kind.__name__} with trainer.enable_progress_bar=false" if not shows_bar else "a second progress bar"
             )
             expected = "one progress bar, with trainer.enable_progress_bar=true"
-            yield ErrorDetails(key=key, got=got, expected=expected, fix=f"Leave it out with ~{key}")
+            yield ErrorDetails(key=key, got=got, expected=expected, fix=f"Remove the callback with ~{key}")
 
 
 def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
@@ -249,7 +249,7 @@ def hook_parts(hooks: Mapping[str, Hook]) -> Iterator[Part]:
         hooks: Hooks by their name in the config.
     """
     for name, hook in hooks.items():
-        fix = f"Leave the hook out with ~hooks.{name}, or change {{switch}}"
+        fix = f"Remove the hook with ~hooks.{name}, or change {{switch}}"
         yield Part(f"hooks.{name}", f"a {type(hook).__name__} hook", hook.all_needs, fix)
 
 
@@ -300,5 +300,5 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
 
 def _callback_parts(name: str, kind: type[Callback]) -> Iterator[Part]:
     needs = {"whole_average": averages_weights(kind), "fixed_weights": issubclass(kind, callbacks.BaseFinetuning)}
-    fix = f"Leave it out with ~callbacks.{name}"
+    fix = f"Remove the callback with ~callbacks.{name}"
     yield Part(f"callbacks.{name}", kind.__name__, [need for need, has in needs.items() if has], fix)

@@ -147,10 +147,10 @@ def _damage(checkpoint: Mapping[str, object], saved: object) -> str:
         saved: Config in the checkpoint. None if the checkpoint contains no valid config.
     """
     if LIGHTNING not in checkpoint:
-        return f"which contains {among(checkpoint)}, but no {LIGHTNING}"
+        return f"which contains the entries {among(checkpoint)}, but no entry {LIGHTNING}"
     wrong = [key for key, is_whole in HELD.items() if not is_whole(checkpoint.get(key))]
     wrong += [] if saved is not None else [CONFIG]
-    return f"whose {wrong[0]} is {show(checkpoint.get(wrong[0]))}" if wrong else ""
+    return f"whose entry {wrong[0]} is {show(checkpoint.get(wrong[0]))}" if wrong else ""
 
 
 def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
@@ -159,7 +159,7 @@ def _other_version(written: str, path: Path) -> Iterator[ErrorDetails]:
     if found and own and tuple(map(int, found.groups())) > tuple(map(int, own.groups())):
         expected = f"a checkpoint of the installed Lightning {lightning.__version__} or an older release"
         fix = f"Install lightning=={written}"
-        yield unsuitable("resume", path, f"written with Lightning {written}", expected, fix)
+        yield unsuitable("resume", path, f"which Lightning {written} wrote", expected, fix)
 
 
 def _saved_config(text: object) -> dict[str, Any] | None:
@@ -186,8 +186,8 @@ def _other_weights(
     other = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
     if other:
         name = other[0]
-        has = str(list(weights[name].shape)) if name in weights else "missing"
-        because = f"where {name} is {has}" + (f", and {len(other) - 1} more differ" if other[1:] else "")
+        has = f"of shape {list(weights[name].shape)}" if name in weights else "missing"
+        because = f"where {name} is {has}" + (f", and {len(other) - 1} more parameters differ" if other[1:] else "")
         expected = f"weights of this network, where {name} has the shape {list(own[name].shape)}"
         fix = "The class of the network or the file has changed since the checkpoint was saved. Undo this change"
         yield unsuitable("resume", path, because, expected, fix)
@@ -232,7 +232,7 @@ def _differences(saved: Mapping[str, object], now: Mapping[str, object], below: 
     keys = [key for key in {**saved, **now} if key not in BESIDE and key.rpartition(".")[2] not in INCIDENTAL]
     keys = [key for name in below for key in keys if key == name or key.startswith(f"{name}.")]
     other = [key for key in keys if not are_same(saved.get(key), now.get(key))]
-    told = [f"{key} was {saved.get(key, 'missing')} and is {now.get(key, 'missing')}" for key in other[:SHOWN]]
+    told = [f"{key} was {saved.get(key, 'missing')} and is now {now.get(key, 'missing')}" for key in other[:SHOWN]]
     return "; ".join(told) + (f", and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
 
 
@@ -246,7 +246,7 @@ def _other_positions(
     """
     most, done = config["trainer"]["max_epochs"], position["epoch"]
     if most is not None and 0 <= most < done:
-        fix = f"The key counts all epochs of the run: trainer.max_epochs={done + most} trains {most} more epochs"
+        fix = f"The key counts all epochs of the run. For {most} more epochs, write trainer.max_epochs={done + most}"
         expected = f"at least {done}, the completed epochs of the checkpoint"
         yield invalid_value("trainer.max_epochs", most, expected, fix)
     if not position["batch"]:
@@ -255,7 +255,7 @@ def _other_positions(
     # Any argument of a LightningDataModule may change the batches, so all of them are compared.
     told = _differences(saved, now, ("data",) if brings_data(config) else BATCHES)
     if told:
-        because = f"a checkpoint within epoch {done}, with other batches: {told}"
+        because = f"a checkpoint within epoch {done}, whose batches differ: {told}"
         fix = "Restore these values, or resume from a checkpoint of the end of an epoch"
         yield unsuitable("resume", path, because, "the same batches until the end of the epoch", fix)
 

@@ -387,7 +387,7 @@ def _weights(check: Check) -> Iterable[ErrorDetails]:
     try:
         weights = read_weights(Path(node.from_), averaged=node.averaged)
     except (RunError, MissingExtraError) as error:
-        expected = "weights, as exp, torch or safetensors write them"
+        expected = "a file of weights that exp, torch or safetensors wrote"
         raise config_error("weights.from", got=str(error), expected=expected) from error
     check.matching = match_weights(weights, check.network, keys=node.keys)
     return check.matching.errors(node.from_, is_strict=node.strict)

@@ -188,11 +188,11 @@ def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
         is_twofold = wanted in parts and wanted in held
         if wanted in known and not is_twofold:
             continue
-        got = f"{show(wanted)}, which neither network nor batch gives"
+        got = f"{show(wanted)}, a name that neither network nor batch returns"
         expected, fix = f"one of {among(sorted(known), word=wanted)}", did_you_mean(wanted, known)
         if is_twofold:
-            got = f"{show(wanted)}, which both network and batch give"
-            expected, fix = "a name with one meaning", "Rename the network's output or the data set's entry"
+            got = f"{show(wanted)}, a name that both network and batch return"
+            expected, fix = "a name that only one of them uses", "Rename the network's output or the data set's entry"
         yield ErrorDetails(key, got, expected, fix, subject=wanted)
 
 

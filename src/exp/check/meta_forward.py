@@ -175,7 +175,7 @@ def _trace(recorder: Recorder, network: nn.Module, inputs: Mapping[str, Tensor])
     # A single input of the data is passed by position, so the parameter may have another name.
     if not missing or (is_alone and missing == needed[:1]):
         return recorder.trace(network, inputs)
-    got = f"{among(inputs)}, and the forward of {type(network).__name__} has the parameters {', '.join(needed)}"
+    got = f"{among(inputs)}, but the forward of {type(network).__name__} has the parameters {', '.join(needed)}"
     expected = f"an input named {' and one named '.join(missing)}"
     close = did_you_mean(missing[0], [name for name in inputs if name not in needed])
     fix = "Return samples as mappings with these names, or name the values of a tuple in data.inputs. Entries that a "

@@ -100,7 +100,7 @@ def _whole_error(measure: Measure, values: Values) -> ErrorDetails | None:
     if place is None or isinstance(value, Tensor) or not all(module.startswith(OF_TENSORS) for module in parts):
         return None
     names = named_parts(value)
-    fix = f"Write one of {among(names)}" if names else None
+    fix = f"Set {measure.key}.{place} to one of {among(names)}" if names else None
     got = f"the network returns {describe_value(value)}"
     return ErrorDetails(f"{measure.key}.{place}", got, "one tensor for the metric", fix)
 
@@ -152,7 +152,7 @@ def _entry_error(measure: Measure, found: Iterable[object]) -> ErrorDetails | No
         names = [[name for name, _ in entries_of(value)] for value in found]
         if all(one == names[0] for one in names):
             return None
-        got = f"{kind}, which returns {len(names[0])} values, but {len(names[1])} values for twice as many samples"
+        got = f"{kind}, which returns {len(names[0])} values, and {len(names[1])} values for twice as many samples"
     except EntryError as error:
         got = f"{kind}, which returns {error}"
     fix = "If the metric has such a parameter, set average=macro, reduction=mean or multidim_average=global"

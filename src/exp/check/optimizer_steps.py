@@ -59,7 +59,7 @@ def step_errors(
         trouble = _trouble(optimization.optimizer_factory, gradient, has_closure=has_closure)
         if trouble is not None:
             gradients = "sparse gradients (of layers with sparse=true)" if is_sparse else "gradients"
-            expected = "an optimizer that can make a step with the gradients of one backward"
+            expected = "an optimizer that can make a step with the gradients of one backward pass"
             fix = "Write sparse=false at the layer, or optimizer=sgd" if is_sparse else "Write optimizer=adamw"
             because = f"which cannot make a step with the {gradients} of this network ({trouble})"
             yield unsuitable(place, kind.__name__, because, expected, fix)
@@ -94,7 +94,7 @@ def _trouble(factory: functools.partial[Optimizer], gradient: Tensor, *, has_clo
         return f"{type(error).__name__}: {message_of(error)}"
     if torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
         return None
-    return "it reads gradients before it calls the closure, so that it uses those of the previous step"
+    return "the optimizer reads gradients before it calls the closure, so it uses gradients of the previous step"
 
 
 def _take_step(factory: functools.partial[Optimizer], gradient: Tensor, *, before: Tensor, has_closure: bool) -> Tensor:
@@ -174,7 +174,7 @@ def _schedule_trouble(schedule: LRScheduler, optimizer: Optimizer, *, length: in
         length: Number of steps of the schedule in the run. None if unknown. In that case, only the first steps run.
     """
     if isinstance(schedule, OneCycleLR) and length is not None and schedule.total_steps < length:
-        return f"the schedule ends after {schedule.total_steps} steps, and the run has {length}"
+        return f"the schedule ends after {schedule.total_steps} steps, but the run has {length} steps"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hide the warning that the schedule steps before its optimizer
         for step in range(1, min(MOST, length or 3)):

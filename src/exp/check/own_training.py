@@ -88,28 +88,28 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
             if not is_overridden(method, kind, LightningModule):
                 because = f"which has no {method}"
                 expected = "a LightningModule that can train"
-                yield unsuitable("module", kind.__name__, because, expected, "Or write train=false")
+                yield unsuitable("module", kind.__name__, because, expected, "To only evaluate, write train=false")
         if data_kind is not None and not is_overridden(LOADERS["train"], data_kind, LightningDataModule):
-            because, fix = "which has no train_dataloader", "Or write train=false"
+            because, fix = "which has no train_dataloader", "To only evaluate, write train=false"
             yield unsuitable("data", data_kind.__name__, because, "a LightningDataModule with training data", fix)
     for key, stage in EVALUATIONS.items():
         if not settings.train and getattr(settings, key) and not own.has(stage):
-            yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "false, or this method")
+            yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "false, or a class with this method")
     loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
     if loaders:
-        expected = "loaders in a LightningDataModule, which the key data names"
+        expected = "loaders only in the LightningDataModule that data._target_ names"
         fix = "Move these methods to a LightningDataModule, and write data._target_=mine.LitData"
         other = f"the methods {among(loaders)}, which the loaders of data would replace"
         yield not_supported_with("module", kind.__name__, other, expected, fix)
     if "dataloader_iter" in inspect.signature(kind.training_step).parameters:
         expected = "training_step(self, batch, batch_idx), because exp must count the batches to resume the run"
-        yield not_supported_with("module", "training_step", "dataloader_iter", expected)
+        yield not_supported_with("module", "training_step", "the parameter dataloader_iter", expected)
     if not own.network.automatic_optimization:
         for name, off in (("gradient_clip_val", (None, 0)), ("accumulate_grad_batches", (1, None))):
             value = getattr(settings.trainer, name)
             if value not in off:
                 expected = f"{show(off[0])}, because the training_step does this itself"
-                other = f"{kind.__name__}, which steps its optimizers by hand"
+                other = f"{kind.__name__}, which uses manual optimization"
                 yield not_supported_with(f"trainer.{name}", value, other, expected)
 
 

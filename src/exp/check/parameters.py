@@ -195,7 +195,7 @@ def _unknown_errors(
             near, refused = find_nearest(str(name), known), find_nearest(str(name), slot.refused)
             fix = f"Did you mean {key}.{near[0]}?" if near else f"Use {slot.refused[refused[0]]}" if refused else None
             if fix is None and slot.pattern == "objective.*" and name in ("weight", "output", "target"):
-                fix = f"Use an exp.objectives.objective.Term at {key}: it has the parameters {name} and loss"
+                fix = f"Use an exp.objectives.objective.Term at {key}, which has the parameters {name} and loss"
             value = node[name]
             said = value if isinstance(value, str) else "VALUE" if isinstance(value, dict) else show(value)
             if name in REMOVED_PARAMETERS.get(current_target(node["_target_"]), {}):
@@ -217,7 +217,7 @@ def _missing_errors(
             continue
         fix = None
         if not any(find_nearest(str(other), [name]) for other in given if other not in signature.parameters):
-            fix = f"Add {key}.{name}=VALUE with a + before it" if "." not in key else f"Write {name} below {key}"
+            fix = f"Add +{key}.{name}=VALUE to the command" if "." not in key else f"Write {name} below {key}"
         if _inexpressible_parameter(target) == name:
             # Only user code, such as configure_optimizers, can pass this parameter.
             fix = f"Add _partial_: true below {key}. Your code then calls the partial object with the {name}"

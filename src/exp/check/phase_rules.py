@@ -88,14 +88,14 @@ def phases_share_the_objective(values: Values) -> Iterator[ErrorDetails]:
     for name, phase in phases.items():
         for term in (term for term in phase["terms"] if term not in terms):
             expected = f"terms of the objective: {among(map(str, terms))}"
-            fix = did_you_mean(term, map(str, terms)) or f"Or add it: +objective={term}"
+            fix = did_you_mean(term, map(str, terms)) or f"To add the term to the objective, write +objective={term}"
             yield unsuitable(f"phases.{name}.terms", term, "which is not a term of the objective", expected, fix)
     # If a phase has an error, its terms are unknown, so no term is reported as unused.
     for term in terms if len(phases) == len(values["phases"]) else ():
         if term not in used:
-            got = f"in the terms of no phase; the phases are {among(phases)}"
+            got = f"a term that no phase trains; the phases are {among(phases)}"
             fix = f"Name the term in the terms of a phase, or remove it: '~objective.{term}'"
-            expected = "each term in at least one phase, because other terms train no parameter"
+            expected = "a term of at least one phase, because a term without a phase trains no parameter"
             yield ErrorDetails(f"objective.{term}", got, expected, fix)
 
 
@@ -109,7 +109,7 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
     if not phases:
         return
     if clip not in (None, UNKNOWN):
-        fix = f"Write phases.{next(iter(phases))}.gradient_clip_val"
+        fix = f"Set phases.{next(iter(phases))}.gradient_clip_val instead"
         expected = "null, because each phase clips its own gradients"
         yield invalid_value("trainer.gradient_clip_val", clip, expected, fix, because="with phases")
     if len(phases) == len(values["phases"]) and all(phase["every_n_steps"] > 1 for phase in phases.values()):
@@ -120,7 +120,7 @@ def phases_go_with_the_trainer(values: Values) -> Iterator[ErrorDetails]:
     stages = values["metric_stages"]
     of_training = isinstance(stages, list) and "train" in stages and bool(values["metrics"])
     if of_training and all(phase["forward"] is not None or phase["every_n_steps"] > 1 for phase in phases.values()):
-        got = "train, and no phase that runs at every step calls the network's own forward"
+        got = "train, but no phase calls the network's own forward at every step"
         yield ErrorDetails(
             "metric_stages", got, "val and test, because metrics use the output of the network's own forward"
         )

@@ -218,7 +218,7 @@ class Plan:
         # Build a second objective, because the objective of the run may be on another device.
         objective, phases, network = build_objective(self.settings), build_phases(self.settings), self.shapes.network
         if network is None:
-            raise RunError("the network cannot be built without numbers, so its FLOPs are not counted")
+            raise RunError("the network cannot be built without memory for its weights, so its FLOPs are not counted")
         inputs = tuple(self.spec.inputs)
         return flops_of_a_sample(data, network=network, objective=objective, phases=phases, inputs=inputs)
 

@@ -114,8 +114,8 @@ def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
-            expected = "an empty value: LoRA freezes all other parameters"
-            fix = "Name layers whose own weights are trained in lora.trained"
+            expected = "an empty value, because LoRA freezes all other parameters"
+            fix = "To train the weights of other layers, name these layers in lora.trained"
             yield not_supported_with(key, values[key], "lora.layers", expected, fix)
 
 
@@ -135,7 +135,7 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
         expected = "a limit of the run: trainer.max_epochs, trainer.max_steps or trainer.max_time"
         yield invalid_value("trainer.max_epochs", highest, expected, because="without max_steps and max_time")
     if isinstance(lowest, int) and isinstance(highest, int) and 0 < highest < lowest:
-        yield invalid_value("trainer.min_epochs", lowest, f"at most max_epochs, {highest}")
+        yield invalid_value("trainer.min_epochs", lowest, f"at most {highest}, the value of trainer.max_epochs")
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
@@ -152,7 +152,7 @@ def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
         if is_used and limit is not UNKNOWN and limit is not None and limit == 0:
             yield invalid_value(key, limit, "null for all batches, or more than 0", fix)
         elif isinstance(limit, float) and 1 < limit < math.inf:
-            expected = "an integer number of batches, or a share between 0.0 and 1.0"
+            expected = "an integer number of batches, or a fraction of the batches between 0.0 and 1.0"
             yield invalid_value(key, limit, expected, f"Write {round(limit)}")
 
 
@@ -194,7 +194,7 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
     for _, node in nodes_in(values["data.train_batch_transforms"]):
         if node["_target_"] in MIXING and node.get("num_classes") is not None:
             name = str(node["_target_"]).rpartition(".")[2]
-            because = f"and {name} makes probabilities of the classes of training batches"
+            because = f"but {name} turns the classes of training batches into probabilities"
             yield invalid_value("metric_stages", stages, "stages without train", "Write [val, test]", because=because)
 
 

@@ -69,14 +69,14 @@ def find_start(config: DictConfig) -> Found:
             return Found(path=found, notes=tuple(notes))
         if config.resume != AUTO:
             what = "from the beginning" if config.resume is None else f"from {config.resume}"
-            notes.append(f"runtime.autoresume: found no unfinished run of this command below {root}, and starts {what}")
+            notes.append(f"runtime.autoresume: found no unfinished run below {root}. The run starts {what}")
             start = None if config.resume is None else Path(config.resume)
             return Found(path=start, notes=tuple(notes))
     alive = [run for run in runs if is_locked(run / "config.yaml")]
     notes += [f"resume=auto: skipped {run}, which is still running" for run in alive]
     path = _newest([run for run in runs if run not in alive], notes, name=str(config.name))
     if path is None:
-        notes.append(f"resume=auto: found no checkpoint of {config.name} below {root}, and starts from the beginning")
+        notes.append(f"resume=auto: found no checkpoint of {config.name} below {root}. It starts from the beginning")
     else:
         notes.append(f"resume=auto: resumes from {path}")
     return Found(path=path, notes=tuple(notes))
@@ -166,7 +166,7 @@ def _whole(path: Path, notes: list[str]) -> State | None:
     try:
         state = read_checkpoint(path)
     except RunError as error:
-        notes.append(f"uses the previous checkpoint, because {error}")
+        notes.append(f"an older checkpoint is used, because {error}")
         return None
     return state if isinstance(state.get(POSITION), dict) and isinstance(state.get(CONFIG), str) else None
 

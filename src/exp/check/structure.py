@@ -138,7 +138,7 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
         return None
     texts = ",".join(f'"{entry if isinstance(entry, str) else show(entry)}"' for entry in entries)
     quoted = f"[{texts}]" if isinstance(value, list) else texts
-    return f"Quote the text twice, for YAML and for the shell: '{key}={quoted}'"
+    return f"Put double quotes around the text, and single quotes around the override: '{key}={quoted}'"
 
 
 def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:

@@ -64,9 +64,9 @@ def _probabilities(
             takes = _expected_input(term.loss)
             if layer is None or takes is None or (isinstance(layer, nn.LogSoftmax) and not _has_softmax(term.loss)):
                 continue
-            text = f"is a {type(layer).__name__}, and objective.{name} is a {type(term.loss).__name__}, which takes"
+            text = f"is a {type(layer).__name__}, but objective.{name} is a {type(term.loss).__name__}, which takes"
             key = config_key(trace.network, path_of(trace.network, layer))
-            yield Note(key=key, text=f"{text} {takes}. Remove the layer from the model")
+            yield Note(key=key, text=f"{text} {takes}. Remove this layer from the model")
 
 
 def _expected_input(loss: nn.Module) -> str | None:
@@ -74,9 +74,9 @@ def _expected_input(loss: nn.Module) -> str | None:
     if isinstance(loss, NLL | nn.NLLLoss):
         return "log probabilities (LogSoftmax)"
     if _has_softmax(loss):
-        return "scores, and applies a softmax"
+        return "scores and applies a softmax itself"
     is_sigmoid = isinstance(loss, nn.BCEWithLogitsLoss | nn.MultiLabelSoftMarginLoss)
-    return "scores, and applies a sigmoid" if is_sigmoid else None
+    return "scores and applies a sigmoid itself" if is_sigmoid else None
 
 
 def _has_softmax(loss: nn.Module) -> bool:

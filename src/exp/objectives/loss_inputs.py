@@ -43,9 +43,9 @@ def pick(values: Values, name: str, role: str) -> Tensor:
         if type(value) is Tensor or isinstance(value, Tensor):  # the first takes a third of the time
             return value
         if not isinstance(value, Mapping):
-            raise RunError(f"a term's {role} {name!r} is a {type(value).__name__}; it must be a tensor")
+            raise RunError(f"the {role} of a term must be a tensor, but {name!r} is a {type(value).__name__}")
         values = value
-    raise RunError(unknown_value(f"a term's {role}", name, values))
+    raise RunError(unknown_value(f"the {role} of a term", name, values))
 
 
 def unknown_value(reader: str, name: str, known: Iterable[str], *, fix: str | None = None) -> str:
@@ -58,7 +58,7 @@ def unknown_value(reader: str, name: str, known: Iterable[str], *, fix: str | No
         fix: An additional fix.
     """
     names = sorted(known)
-    text = f"{reader} is {name!r}, which neither network nor batch gives; there are {', '.join(names)}."
+    text = f"{reader} is {name!r}, a name that neither network nor batch returns. Known names: {', '.join(names)}."
     return " ".join(filter(None, [text, did_you_mean(name, names), fix]))
 
 
@@ -78,8 +78,8 @@ def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
     """Return the target of an elementwise loss in the output's dtype. Raise RunError if the shapes differ."""
     if output.shape != target.shape:
         raise RunError(
-            f"{type(loss).__name__} compares element by element: the output is {list(output.shape)}, the target "
-            f"{list(target.shape)}; both must have one shape. {_elementwise_fix(output, target)}"
+            f"{type(loss).__name__} needs equal shapes, but the output has the shape {list(output.shape)} and the "
+            f"target has the shape {list(target.shape)}. {_elementwise_fix(output, target)}"
         )
     return target if target.dtype == output.dtype else target.to(output.dtype)
 
@@ -89,32 +89,32 @@ def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> Non
     name = type(loss).__name__
     if output.dim() < 2 or output.shape[:-1] != target.shape:
         raise RunError(
-            f"{name} reads classes from the last axis: the output is {list(output.shape)}, so that the target must be "
-            f"{list(output.shape[:-1])}; it is {list(target.shape)}. {classes_fix(output, target)}"
+            f"{name} needs a target of shape {list(output.shape[:-1])} for outputs of shape {list(output.shape)}, but "
+            f"the target has the shape {list(target.shape)}. {classes_fix(output, target)}"
         )
     if target.is_floating_point():
         raise RunError(
-            f"{name} needs class numbers (int64); the target is {dtype_name(target.dtype)}. For a "
-            "regression choose objective=[mse], for probabilities objective=[bce_with_logits]"
+            f"{name} needs class numbers (int64), but the target has the dtype {dtype_name(target.dtype)}. For a "
+            "regression, write objective=[mse]. For probabilities, write objective=[bce_with_logits]"
         )
 
 
 def _elementwise_fix(output: Tensor, target: Tensor) -> str:
     if output.shape == (*target.shape, 1):
-        return "End the model with {_target_: torch.nn.Flatten, start_dim: 0}, or give the target an axis of 1"
+        return "End the model with {_target_: torch.nn.Flatten, start_dim: 0}, or add an axis of length 1 to the target"
     if not target.is_floating_point() and output.dim() == target.dim() + 1:
-        return "Class numbers need objective=[cross_entropy]"
-    return f"The model's last layer must give {target.shape[-1] if target.dim() > 1 else 1} numbers for a sample"
+        return "For class numbers, write objective=[cross_entropy]"
+    return f"Change the model's last layer to {target.shape[-1] if target.dim() > 1 else 1} outputs per sample"
 
 
 def classes_fix(output: Tensor, target: Tensor) -> str:
     """Return the fix of a target that does not match the scores of the classes."""
     if target.shape == (*output.shape[:-1], 1):
-        return "Drop the target's last axis of 1"
+        return "Remove the target's last axis, which has length 1"
     if target.shape == output.shape and not target.is_floating_point():
-        return "The targets seem to be one-hot: give class numbers, target.argmax(-1)"
+        return "The targets seem to be one-hot. Convert them to class numbers with target.argmax(-1)"
     if output.dim() > 2 and output.shape[2:] == target.shape[1:]:
-        return "The classes seem to be on axis 1: move them to the last one (x.movedim(1, -1))"
+        return "The classes seem to be on axis 1. Move this axis to the end with x.movedim(1, -1)"
     if output.dim() > 2 and target.dim() == 1:
-        return "The model gives several predictions for a sample: pool or select one, as x.mean(1) or x[:, -1]"
-    return "The model must give one row of scores for each class number"
+        return "The model returns several predictions per sample. Average them (x.mean(1)), or select one (x[:, -1])"
+    return "Change the model to return one row of scores for each class number"

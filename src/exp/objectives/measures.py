@@ -46,7 +46,7 @@ SCORES = (
 # A state of a metric: a tensor, or a list with one tensor per batch.
 State = Tensor | list[Tensor]
 DEFAULTS = ("output", "target")
-ENTRIES = "one number, or as many each time: a vector, a mapping or a tuple of them"
+ENTRIES = "a number, or a vector, mapping or tuple of numbers with the same length for each result"
 
 
 class EntryError(RunError):
@@ -81,7 +81,7 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.inputs is not None and (self.output, self.target) != DEFAULTS:
-            raise ValueError(f"inputs is {dict(self.inputs)}, with output or target; expected one of the two")
+            raise ValueError(f"inputs is {dict(self.inputs)}, next to output or target; expected only one of the two")
 
     @property
     def key(self) -> str:
@@ -118,7 +118,7 @@ class Measure:
         """
         for key, name in self.names.items():
             if name not in values:
-                fix = f"Name another value there, or leave the metric out with ~{self.key}"
+                fix = f"Set {self.key}.{key} to another name, or remove the metric with ~{self.key}"
                 raise RunError(unknown_value(f"{self.key}.{key}", name, values, fix=fix))
         return {name: map_tensors(values[name], Tensor.detach) for name in self.names.values()}
 
@@ -188,7 +188,7 @@ class Measure:
         try:
             return dict(entries_of(value))
         except EntryError as error:
-            got = f"{self.key}: {type(self.metric).__name__} gives {error}"
+            got = f"{self.key}: {type(self.metric).__name__} returns {error}"
             raise EntryError(f"{got}; expected {ENTRIES}") from error
 
     def states(self) -> dict[str, State]:
@@ -246,9 +246,9 @@ class Measure:
         before = len(state) if state.dim() > alone.dim() else 1
         if before != ranks:
             raise RunError(
-                f"{self.key}: {type(part).__name__} was saved in the middle of an epoch on {before} ranks, and cannot "
-                f"resume on {ranks}: torchmetrics does not add up its states. Resume on as many, or from a checkpoint "
-                "of an epoch's end, or without train in metric_stages"
+                f"{self.key}: got {ranks} ranks; expected {before} ranks, because the checkpoint is within an epoch "
+                f"and {type(part).__name__} has separate states for each rank. Resume on {before} ranks, resume from "
+                "a checkpoint of the end of an epoch, or remove train from metric_stages"
             )
         return state[rank] if state.dim() > alone.dim() else state
 
@@ -360,7 +360,7 @@ def _named_errors(measure: Measure, doing: str) -> Iterator[None]:
         if not measure.is_known:
             raise
         name = type(measure.metric).__name__
-        raise RunError(f"{measure.key}: {name} refuses, in {doing}: {shorten(message_of(error))}") from error
+        raise RunError(f"{measure.key}: {name}.{doing} rejects its values: {shorten(message_of(error))}") from error
     except StopIteration as error:  # Lightning would end the epoch
         name = type(measure.metric).__name__
         raise UserCodeError.of(error, what=f"metric {name}, in {doing},") from error

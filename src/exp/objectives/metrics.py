@@ -63,7 +63,7 @@ class R2(Metric):
     def update(self, output: Tensor, target: Tensor) -> None:
         """Add a batch. Raise ValueError unless both shapes are `[B]` or both are `[B, D]`."""
         if output.shape != target.shape or output.dim() not in (1, 2):
-            raise ValueError(f"R2 takes [B] or [B, D] of both, and got {list(output.shape)} and {list(target.shape)}")
+            raise ValueError(f"R2 needs equal shapes [B] or [B, D], not {list(output.shape)} and {list(target.shape)}")
         dtype = summing_dtype(target.device)
         output, target = (values.reshape(len(values), -1).to(dtype) for values in (output, target))
         origin, away = target[0], target - target[0]
@@ -78,7 +78,7 @@ class R2(Metric):
         """
         count, _, first, second, residual = self.moments
         if count[0] < 2:
-            raise ValueError("R2 needs two samples or more")
+            raise ValueError("R2 needs at least two samples")
         total = second - first.square() / count
         return torch.where(total > 0, 1 - residual / total, (residual == 0).to(total.dtype)).mean()
 

@@ -56,9 +56,9 @@ class Term(AbstractTerm):
     ) -> None:
         super().__init__(weight=weight)
         if inputs is not None and (output, target) != ("output", "target"):
-            raise ValueError(f"inputs is {dict(inputs)}, with output or target; expected one of the two")
+            raise ValueError(f"inputs is {dict(inputs)}, next to output or target; expected only one of the two")
         if inputs is not None and not inputs:
-            raise ValueError("inputs is {}; expected a name of a value for each parameter of the loss, or null")
+            raise ValueError("inputs is {}; expected null, or the name of a value for each parameter of the loss")
         parameters = inspect.signature(loss.forward).parameters.values()
         by_position = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         required = [one.name for one in by_position if one.default is one.empty]
@@ -125,7 +125,7 @@ class Term(AbstractTerm):
         loss: Tensor = module(*given.values()) if self.inputs is None else module(**given)
         if loss.dim() != 0:
             raise RunError(
-                f"{type(module).__name__} gives a tensor of shape {list(loss.shape)}; a term must give one number, "
+                f"{type(module).__name__} returns a tensor of shape {list(loss.shape)}; expected one number, "
                 "the mean over samples"
             )
         return loss
@@ -170,7 +170,7 @@ class Objective(nn.Module):
     def __init__(self, terms: Mapping[str, nn.Module]) -> None:
         super().__init__()
         if not terms:
-            raise RunError("the objective has no terms; it must have at least one: objective=[cross_entropy]")
+            raise RunError("the objective has no terms; expected at least one, such as objective=[cross_entropy]")
         # A plain mapping, because an nn.ModuleDict rejects names such as `update` and is slow. The ModuleList registers
         # the terms.
         self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
@@ -267,7 +267,7 @@ class Objective(nn.Module):
                 found[name] = detach_divisor(self.terms[name].divisor(values))
             except Exception as error:
                 got = f"a divisor that needs the network's output ({type(error).__name__}: {error})"
-                expected = "a divisor of the batch alone: a step over several micro-batches needs it before the forward"
+                expected = "a divisor of the batch alone, because gradient accumulation needs it before the forward"
                 fix = "Write trainer.accumulate_grad_batches=1"
                 raise config_error(f"objective.{name}", got=got, expected=expected, fix=fix) from error
         return found
@@ -280,7 +280,7 @@ class Objective(nn.Module):
         """
         for name in names:
             if name not in self.terms:
-                text = f"the objective has no term {name!r}; there are {', '.join(self.terms)}"
+                text = f"the objective has no term {name!r}; expected one of {', '.join(self.terms)}"
                 raise RunError(". ".join(filter(None, [text, did_you_mean(name, self.terms)])))
         return Objective({name: term for name, term in self.terms.items() if name in names})
 
@@ -318,7 +318,7 @@ class Objective(nn.Module):
         total: Tensor | None = None
         parts: dict[str, Tensor] = {}
         if passes is None and self.needs:
-            raise RunError(f"the terms need {', '.join(sorted(self.needs))}; the objective was called without passes")
+            raise RunError(f"the objective got no passes, but its terms have the needs {', '.join(sorted(self.needs))}")
         for name, term in self.terms.items():
             given = passes if self._needs[name] else None
             if name in self.weighed:
@@ -348,8 +348,8 @@ def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
     # The mean over samples is named batchmean in KLDivLoss.
     if reduction != "mean" and not (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
         got = f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
-        fix = f"Take the line out, or scale the term with {weight}"
-        raise config_error(f"{key}.reduction", got=got, expected="mean: each sample counts once", fix=fix)
+        fix = f"Leave {key}.reduction out. To scale the term, set {weight}"
+        raise config_error(f"{key}.reduction", got=got, expected="mean, so that each sample counts once", fix=fix)
 
 
 def counts_by_weight(loss: nn.Module) -> bool:
@@ -401,7 +401,7 @@ def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whol
 def detach_divisor(divisor: Tensor | float | None) -> Tensor | float:
     """Return a term's divisor, detached from the graph. Raise RunError if the divisor is None."""
     if divisor is None:
-        raise RunError("a term's divisor is None; expected the divisor of its mean: a number, or a 0-d tensor")
+        raise RunError("the divisor of a term is None; expected a number or a 0-d tensor")
     return divisor.detach() if isinstance(divisor, Tensor) and divisor.requires_grad else divisor
 
 

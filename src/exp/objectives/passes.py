@@ -85,7 +85,7 @@ class Passes:
             module = self.network.get_submodule(part)
         except AttributeError as error:
             names = [name for name, _ in self.network.named_children()]
-            raise RunError(f"the network has no part {part!r}; there are {', '.join(names)}") from error
+            raise RunError(f"the network has no submodule {part!r}; expected one of {', '.join(names)}") from error
         with self._context():
             return module(*inputs)
 
@@ -127,7 +127,7 @@ class Passes:
             )
             if any(one is None for one in found):
                 raise RunError(
-                    "a term takes the gradient of a value with respect to a value that it does not depend on"
+                    "a term computes the gradient of an output with respect to an input that does not affect it"
                 )
             result = tuple(full(one) if factor is None else full(one) / factor for one in found)
         return result[0] if isinstance(inputs, Tensor) else result
@@ -171,13 +171,13 @@ def _require_differentiable(tensor: Tensor, output: Tensor) -> None:
     if not tensor.is_floating_point():
         dtype = dtype_name(tensor.dtype)
         raise RunError(
-            f"a term takes the gradient with respect to a value of {dtype}; it must be floating-point. Let the network "
-            "return its embedding by name, and take the gradient with respect to the embedding"
+            f"a term computes the gradient with respect to a tensor of dtype {dtype}; expected a floating-point dtype. "
+            "Return the embedding from the network by name, and compute the gradient with respect to the embedding"
         )
     if not tensor.requires_grad:
         raise RunError(
-            "a term takes the gradient with respect to a value without a graph; it must be an input of the network or "
-            "depend on its parameters"
+            "a term computes the gradient with respect to a tensor without a graph; expected an input of the network, "
+            "or a tensor that depends on the network's parameters"
         )
     if not output.requires_grad:
-        raise RunError("a term takes the gradient of a value that depends on no input and no parameter")
+        raise RunError("a term computes the gradient of a tensor that depends on no input and on no parameter")

@@ -99,8 +99,8 @@ class WGANGP(AbstractTerm):
         fake = full(pick(values, self.fake, "fake samples").detach())
         if real.shape != fake.shape:
             raise RunError(
-                f"{self.real} is {list(real.shape)} and {self.fake} is {list(fake.shape)}; a gradient penalty "
-                "interpolates between them, and both must have one shape"
+                f"got real samples {self.real} {list(real.shape)} and fake samples {self.fake} {list(fake.shape)}; "
+                "expected equal shapes, because the gradient penalty interpolates between real and fake samples"
             )
         share = torch.rand((len(real), *[1] * (real.dim() - 1)), dtype=real.dtype, device=real.device)
         between = (share * real + (1 - share) * fake).requires_grad_()

@@ -88,6 +88,6 @@ def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
     declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
     for word in sorted(words - NEEDS.keys()):
-        got, expected = f"{type(module).__name__}.needs has {word!r}", f"words of {', '.join(NEEDS)}"
+        got, expected = f"the unknown need {word!r} in {type(module).__name__}.needs", f"one of {', '.join(NEEDS)}"
         raise config_error(key, got=got, expected=expected, fix=did_you_mean(word, NEEDS))
     return words

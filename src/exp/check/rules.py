@@ -1,7 +1,7 @@
-"""The rules between keys of the config. Each rule takes the config as plain values and yields errors.
+"""The rules about combinations of config values.
 
-No rule imports a target. A rule ignores a key that is missing or has an error, because another check reports that
-error.
+A rule is a function of the config as plain values, and yields errors. Rules do not import any target. They ignore a key
+that is missing or has an error, because another check reports this error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exp.errors import ErrorDetails, invalid_value, missing_value, not_supported
 from exp.shared_types import EPOCH_LOSS, STAGES, searched_tags
 from exp.spelling import among, did_you_mean, fix_of_value, show
 
-# Losses that need class numbers as targets, and losses that need numbers, by the last part of their `_target_`.
+# Losses that need class numbers as targets, and losses for regression. The words are the ends of a `_target_`.
 CLASS_LOSSES = ("CrossEntropy", "CrossEntropyLoss", "NLL", "NLLLoss", "MultiMarginLoss")
 NUMBER_LOSSES = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss")
 CLASS_METRICS = (
@@ -39,16 +39,16 @@ CLASS_METRICS = (
     "torchmetrics.classification.Multiclass",
 )
 REGRESSION = "torchmetrics.regression."
-# Checkpoints of a run directory, in the order in which they are preferred.
+# Checkpoints of a run directory. The first existing file is used.
 CHECKPOINTS = ("checkpoints/best.ckpt", "checkpoints/last.ckpt")
 MIXING = ("torchvision.transforms.v2.MixUp", "torchvision.transforms.v2.CutMix")
 # First parts of tags that every run logs, even without hooks and metrics.
 OF_EVERY_RUN = ("optimizer", "precision")
-# Keys of the stages that follow a training, or that run without a training.
+# Keys of the stages that run after the training or without a training.
 AFTER = ("test", "validate", "predict")
 # Defaults of the keys that the node of a schedule may leave out.
 SCHEDULER_DEFAULTS: Mapping[str, object] = {"interval": "step", "monitor": None}
-# Switches that exclude each other: a key and its value, another key and its value, the expected value, and the fix.
+# Pairs of values that exclude each other. An entry has two keys with a value each, the expected value, and the fix.
 EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
     ("runtime.cudnn_benchmark", True, "runtime.deterministic", True,
      "only one of the two: the fastest algorithm may differ between runs",
@@ -60,14 +60,17 @@ EXCLUSIVE: Sequence[tuple[str, Any, str, Any, str, str]] = (
 
 
 def rule_errors(plain: dict[str, object]) -> list[ErrorDetails]:
-    """Return the errors of all rules."""
+    """Return the errors of all rules for a config, given as plain values."""
     values = Values(plain)
     rules = RULES_OF_A_MODULE if has_module(plain) else RULES
     return [error for rule in rules for error in rule(values)]
 
 
 def something_to_do(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a run without training and evaluation, or with a wrong combination of the two."""
+    """Yield the error of a run that neither trains nor evaluates, or that combines both wrongly.
+
+    A run that trains must not set `validate` or `predict`. A run that only evaluates needs `resume` or `weights.from`.
+    """
     if all(values[key] is False for key in ("train", *AFTER)):
         yield ErrorDetails("train", f"false, and so are {', '.join(AFTER)}", "true for at least one of these keys")
     elif values["train"] is True:
@@ -85,11 +88,11 @@ def something_to_do(values: Values) -> Iterator[ErrorDetails]:
 
 
 def files_are_there(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of `resume` and `weights.from` if they name no file on this machine."""
+    """Yield the errors of `resume` and `weights.from` if the named file is not on this machine."""
     path, weights = values["resume"], values["weights.from"]
     if _is_url(path):
         yield invalid_value("resume", path, "a file on this machine", "Download it first")
-    # os.path.isfile instead of Path.is_file, which raises an exception for a name that is too long.
+    # os.path.isfile, because Path.is_file raises an exception for a name that is too long.
     elif isinstance(path, str) and path not in ("", "auto") and not os.path.isfile(path):
         fix = "Write resume=null" if path.lower() == "none" else fix_of_value("resume", path) or _near_file(path)
         yield invalid_value("resume", path, "the path of an existing checkpoint file", fix)
@@ -110,7 +113,10 @@ def _is_url(path: object) -> bool:
 
 
 def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of keys of `freeze` next to LoRA, which freezes all parameters except those of lora.trained."""
+    """Yield the errors of `freeze` in a run with LoRA.
+
+    LoRA itself freezes all parameters except its own and the layers in lora.trained.
+    """
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
         if isinstance(layers, list) and layers and values[key] not in ([], {}, UNKNOWN):
@@ -120,15 +126,15 @@ def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
 
 
 def weights_of_run(directory: Path) -> Path | None:
-    """Return the best checkpoint of a run directory, or the last one if there is no best.
+    """Return best.ckpt of a run directory, or last.ckpt if best.ckpt is missing.
 
-    Return None without a checkpoint.
+    Return None if both files are missing.
     """
     return next((directory / name for name in CHECKPOINTS if (directory / name).is_file()), None)
 
 
 def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a training without a limit, or with min_epochs above max_epochs."""
+    """Yield the errors of a training without a limit, and of min_epochs above max_epochs."""
     lowest, highest = values["trainer.min_epochs"], values["trainer.max_epochs"]
     unlimited = highest in (None, -1) and values["trainer.max_steps"] in (None, -1)
     if values["train"] is True and unlimited and values["trainer.max_time"] is None:
@@ -139,7 +145,7 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a limit that leaves no batch in a stage that the run needs, and of a fraction above 1."""
+    """Yield the errors of limits of batches that are 0 in a stage that the run needs, or that are fractions above 1."""
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
         "train": (values["train"] is True, "To only test, write train=false"),
@@ -169,7 +175,7 @@ def objective_is_not_empty(values: Values) -> Iterator[ErrorDetails]:
 
 
 def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of names of metrics and terms that lead to ambiguous tags."""
+    """Yield the errors of names of metrics and terms that lead to ambiguous TensorBoard tags."""
     hooks = values["hooks"] if isinstance(values["hooks"], dict) else {}
     for group in ("objective", "metrics"):
         for name in map(str, values[group] if isinstance(values[group], dict) else {}):
@@ -187,7 +193,7 @@ def names_make_distinct_tags(values: Values) -> Iterator[ErrorDetails]:
 
 
 def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of metrics on training batches of MixUp or CutMix, because their targets are probabilities."""
+    """Yield the error of metrics on training batches with MixUp or CutMix, where targets are probabilities."""
     stages = values["metric_stages"]
     if not isinstance(stages, list) or "train" not in stages or not values.entries("metrics"):
         return
@@ -215,7 +221,11 @@ def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
 def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDetails]:
     """Yield the errors of tags in sweep.monitor that the jobs do not log.
 
-    A search reads its tags after a job has ended, so tags of hooks and of the test stage are allowed.
+    A search reads the tags after a job has ended, so tags of hooks and of the test stage are allowed.
+
+    Args:
+        values: Values of the config.
+        without: Setting that disables validation. None if the jobs validate.
     """
     callbacks, hooks = (
         [str(node.get("_target_")) for node in values.entries(kind).values()] for kind in ("callbacks", "hooks")
@@ -234,9 +244,9 @@ def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDe
 
 
 def _monitored_keys(values: Values) -> dict[str, object]:
-    """Return the monitored tags by the key that sets them.
+    """Return the monitored tags, by the config key that sets the tag.
 
-    Schedules and callbacks that monitor the same tag as the run are left out.
+    Schedules and callbacks are left out if they monitor the same tag as the key `monitor`.
     """
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"callbacks.{name}": node for name, node in values.entries("callbacks").items()}
@@ -260,9 +270,9 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
 
     Args:
         values: Values of the config.
-        key: Key that sets the tag.
+        key: Config key that sets the tag.
         monitor: The tag.
-        without: Setting that disables validation. None if the run validates.
+        without: Setting that disables validation. None (default) if the run validates.
     """
     stages = values["metric_stages"]
     if not isinstance(monitor, str) or not isinstance(stages, list) or values["train"] is not True:
@@ -274,7 +284,7 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
     of_terms = [f"loss/val/{term}" for term in terms if len(terms) > 1]
     of_val = [] if without else ["loss/val", *of_metrics["val"], *of_terms]
     tags = [*of_val, "loss/train", EPOCH_LOSS, *of_metrics["train"]]
-    # A metric with several values logs one tag per value: the name of the value follows the tag of the metric.
+    # A metric with several values logs one tag per value. The tag of the metric is followed by the name of the value.
     several = [f"{tag}/" for found in of_metrics.values() for tag in found if tag in tags]
     if monitor in tags or any(monitor.startswith(tag) and monitor != tag for tag in several):
         return
@@ -294,12 +304,12 @@ def _monitor_errors(values: Values, key: str, monitor: object, *, without: str |
 
 
 def monitored_tags(plain: dict[str, object]) -> dict[str, str]:
-    """Return the tags that a config monitors, by the key that sets them."""
+    """Return the tags that a config monitors, by the config key that sets the tag."""
     return {key: tag for key, tag in _monitored_keys(Values(plain)).items() if isinstance(tag, str)}
 
 
 def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of a ReduceLROnPlateau without a monitor, or with steps as its interval."""
+    """Yield the errors of a ReduceLROnPlateau schedule without `monitor`, or with interval=step."""
     nodes = {"scheduler": values["scheduler"]}
     nodes |= {f"phases.{name}.scheduler": phase["scheduler"] for name, phase in readable(values).items()}
     for key, node in nodes.items():
@@ -316,7 +326,7 @@ def plateau_is_watched(values: Values) -> Iterator[ErrorDetails]:
 
 
 def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of validation intervals that make Lightning fail in the first epoch."""
+    """Yield the errors of validation intervals for which Lightning raises an exception in the first epoch."""
     every, interval = values["trainer.check_val_every_n_epoch"], values["trainer.val_check_interval"]
     target, monitor = values["scheduler._target_"], values["scheduler.monitor"]
     if values["train"] is not True:
@@ -333,7 +343,7 @@ def validation_comes_in_time(values: Values) -> Iterator[ErrorDetails]:
 
 
 def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of an empty split that the training or its monitor needs."""
+    """Yield the errors of an empty training split, and of an empty validation split that `monitor` needs."""
     parts, data, monitor = values["data.parts"], values["data"], values["monitor"]
     if values["train"] is not True or not isinstance(data, dict) or not isinstance(parts, dict) or not parts:
         return
@@ -354,7 +364,10 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
 
 
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the error of packages that only a file allows, because a downloaded config must not allow its own code."""
+    """Yield the error of packages that a config file allows, but not the command line.
+
+    A downloaded config file must not allow the import of its own code.
+    """
     typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
     if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
         return
@@ -389,10 +402,10 @@ def parts_are_shares(values: Values) -> Iterator[ErrorDetails]:
 
 
 def task_fits_data(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of classification losses and metrics for numeric targets, and of numeric ones for class targets.
+    """Yield the errors of losses and metrics that do not match the kind of the targets.
 
-    This rule covers losses and metrics that read the entry `target`. Other targets are compared when the first samples
-    are read.
+    Classification needs class numbers as targets, and regression needs measured numbers. This rule checks losses and
+    metrics that read the entry `target`. Other targets are checked when the first samples are read.
     """
     classes = values["data.num_classes"]
     is_regression = classes is None and values["data.num_outputs"] not in (None, UNKNOWN)
@@ -432,7 +445,7 @@ def the_test_has_weights(values: Values) -> Iterator[ErrorDetails]:
 
 
 def switches_agree(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of switches that exclude each other."""
+    """Yield the errors of values that exclude each other, such as those in EXCLUSIVE."""
     for key, value, other, excluded, expected, fix in EXCLUSIVE:
         if values[key] == value and values[other] == excluded:
             yield not_supported_with(key, value, f"{other}={show(excluded)}", expected, fix)
@@ -456,7 +469,7 @@ RULES_OF_A_MODULE: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     the_test_has_weights,
     switches_agree,
 )
-# The other rules concern parts that a user's module replaces.
+# A user's module replaces the parts of the config that the other rules check.
 RULES: tuple[Callable[[Values], Iterator[ErrorDetails]], ...] = (
     *RULES_OF_A_MODULE[1:],
     lora_freezes_the_rest,

@@ -14,7 +14,7 @@ from exp.strategies.strategy import Blueprint
 
 
 def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
-    """Yield the errors of keys of `runtime`."""
+    """Yield the errors of keys of `runtime` that have no effect or that the run does not support."""
     runtime, network = planned.settings.runtime, planned.network
     if runtime.compile:
         backend, mode = runtime.compile_backend, runtime.compile_mode
@@ -37,7 +37,7 @@ def switch_errors(planned: Blueprint) -> Iterator[ErrorDetails]:
 
 
 def _step_makers(planned: Blueprint) -> Iterator[str]:
-    """Yield the optimizers and strategies of a run that make steps that cannot be skipped."""
+    """Yield a description of each optimizer or strategy with steps that exp cannot skip."""
     for kind in planned.optimizers if not planned.settings.phases else ():  # phases call optimizers without a closure
         if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
             yield f"{kind.__name__}, which may compute the gradients of a step itself"
@@ -53,7 +53,7 @@ def compile_errors(
     Args:
         network: The network.
         backend: Value of runtime.compile_backend.
-        mode: Value of runtime.compile_mode.
+        mode: Value of runtime.compile_mode. Default: None.
         accelerator: Type of the devices: cpu, cuda or mps.
     """
     known = torch.compiler.list_backends(exclude_tags=())

@@ -1,4 +1,7 @@
-"""The check of layers against the data and each other, by a forward on the meta device."""
+"""The check that layers match the data and each other.
+
+The errors come from forwards of the network on the meta device, where tensors have shapes but no numbers.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,9 @@ def shape_errors(
     Args:
         seen: Result of the forwards.
         spec: Input shapes of the data, and the number of outputs that the data needs.
-        objective: Objective that compares the outputs. Without it, only the last axis of the output is checked.
-        phases: Phases of the run. The output of each forward is checked against the terms of its phases.
+        objective: Objective that compares the outputs. None (default) checks only the last axis of the output.
+        phases: Phases of the run. The output of a forward is checked against the terms of the phases that select it.
+            Default: no phases.
     """
     if seen.failure is not None:
         return list(_failure_errors(seen.failure, spec))
@@ -55,11 +59,11 @@ def shape_errors(
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
-    """Return the part of the objective that reads the output of each forward.
+    """Return, for each forward of the network, an objective with the terms that read its output.
 
     Returns:
-        An objective by the name of a forward. Without phases, None is the only name and stands for the network's
-        forward.
+        Objectives by the name of the forward. The name None stands for the network's own forward. It is the only name
+        in a run without phases.
     """
     if not phases:
         return {None: objective}
@@ -107,7 +111,7 @@ def _program_error(error: ProgramError) -> ErrorDetails:
 
 
 def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call) -> ErrorDetails | None:
-    """Return the error of a float64 input of the data that reaches a layer with float32 parameters.
+    """Return an error if a float64 input of the data reaches a layer with float32 parameters.
 
     Otherwise return None.
     """
@@ -124,13 +128,13 @@ def _double_error(spec: DataSpec, refused: Refused | None, key: str, call: Call)
 def output_errors(
     network: nn.Module, output: object, calls: Sequence[Call], spec: DataSpec, objective: Objective | None
 ) -> list[ErrorDetails]:
-    """Return the errors of a network's output, such as a container instead of a tensor, or a wrong number of classes.
+    """Return the errors of a network's output, such as a wrong type or a wrong number of classes.
 
     Args:
         network: The network.
         output: Output of the network for a batch.
         calls: Calls of all modules, in the order in which they returned.
-        spec: Shapes of the data.
+        spec: Shapes of the data, and the number of outputs that the data needs.
         objective: Objective that compares the outputs. None checks only the last axis of the output.
     """
     parts = named_parts(output)
@@ -158,12 +162,12 @@ def output_errors(
 
 
 def _returning(network: nn.Module) -> tuple[str, ...]:
-    """Return the key of the forward program that returns the network's output. Return no key if there is no program."""
+    """Return the config key of the network's forward program. Return no key for a network without a program."""
     return ("model.forward",) if isinstance(network, ProgramModel) else ()
 
 
 def _terms(objective: Objective | None) -> list[tuple[str, nn.Module | None, str]]:
-    """Return the name, the loss and the output name of every term that compares an output with the entry `target`."""
+    """Return the terms that compare an output with the entry `target`: name of the term, loss, name of the output."""
     if objective is None:
         return [("", None, "output")]
     compared = {name: term for name, term in objective.terms.items() if isinstance(term, Term)}
@@ -195,7 +199,7 @@ def _width_error(
 
 
 def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, str]:
-    """Return the output width that a loss needs, and the reason. The width is None if the loss accepts any width."""
+    """Return the number of values per sample that a loss needs, and the reason. None: any number is valid."""
     classes = "the data has this number of classes"
     if spec.num_classes is not None and (loss is None or isinstance(loss, CLASSES_LAST + CLASSES_ON_AXIS_1)):
         return spec.num_classes, classes
@@ -205,9 +209,10 @@ def _needed_width(spec: DataSpec, loss: nn.Module | None) -> tuple[int | None, s
 
 
 def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, str] | None:
-    """Return the layer that determines the width of the output, and the name of its size parameter.
+    """Return the layer that determines the width of the output, and the layer's parameter for the width.
 
-    This is the layer that returned the output. If there is no such layer, it is the last called layer with that width.
+    The layer that returned the output determines the width. If no layer with this width returned the output, the last
+    called layer with this width is returned. Return None if there is no such layer.
     """
     sized = [
         (call, name)
@@ -220,7 +225,9 @@ def _head(value: Tensor, calls: Sequence[Call], width: int) -> tuple[nn.Module, 
 
 
 def term_errors(objective: Objective, network: nn.Module, spec: DataSpec) -> Iterator[ErrorDetails]:
-    """Yield the errors of terms: unknown modules of the network, gradients of integers, and losses with parameters.
+    """Yield the errors of terms of the objective that a step cannot compute or train.
+
+    Examples are unknown submodules of the network, gradients of integers, and losses with trainable parameters.
 
     Args:
         objective: Objective of the run.
@@ -268,7 +275,7 @@ def _call_error(name: str, term: AbstractTerm, objective: Objective) -> ErrorDet
 
 
 def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterator[ErrorDetails]:
-    """Yield the error of a layer with a backward that cannot be differentiated, if a term needs a second derivative."""
+    """Yield the error of a layer that does not support the second derivative that a term needs."""
     terms = objective.differentiated_twice
     if not terms or not _is_once_differentiable(trace, trace.output):
         return
@@ -284,7 +291,10 @@ def double_backward_errors(trace: ForwardTrace, objective: Objective) -> Iterato
 
 
 def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
-    """Return whether the gradient of an output with respect to inputs and parameters cannot be differentiated again."""
+    """Return whether an output has a gradient that cannot be differentiated again.
+
+    The gradient is taken with respect to the inputs and parameters of the network.
+    """
     sources = [one for one in (*trace.inputs.values(), *trace.network.parameters()) if one.requires_grad]
     ends = [one for one in tensors_in(output) if one.requires_grad and one.is_floating_point()]
     if not ends or not sources:
@@ -296,7 +306,7 @@ def _is_once_differentiable(trace: ForwardTrace, output: object) -> bool:
         slopes = [one.sum() for one in found if one is not None and one.requires_grad]
         if slopes:
             torch.autograd.backward(slopes, retain_graph=True)
-    except (RuntimeError, NotImplementedError) as error:  # missing numbers may cause other errors, so they are ignored
+    except (RuntimeError, NotImplementedError) as error:  # ignore other errors, because missing numbers may cause them
         return "once_differentiable" in str(error)
     finally:
         for one in sources:

@@ -36,9 +36,9 @@ class Signature:
 
     Attributes:
         parameters: Parameters by name.
-        open: Whether the target accepts any other name.
-        positional: Names of the parameters that `_args_` fills, in order.
-        rest: Whether `_args_` may have more values than these names.
+        open: Whether the target also accepts other parameter names, because of `**kwargs`.
+        positional: Names of the parameters that `_args_` sets, in order.
+        rest: Whether `_args_` may have more values than `positional` has names, because of `*args`.
     """
 
     parameters: dict[str, Parameter]
@@ -50,7 +50,7 @@ class Signature:
 def signature_of(target: Any) -> Signature:
     """Return the signature of a class or function.
 
-    If a class passes `**kwargs` on to its base classes, their parameters are included.
+    If a class passes `**kwargs` on to its base classes, the parameters of the base classes are included.
     """
     if not inspect.isclass(target):
         return _of_function(target, bound=False)
@@ -74,13 +74,13 @@ def _of_class(target: type) -> Signature:
 
 
 def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
-    """Return plain values in which each node also has the defaults of its class.
+    """Return a config node in which each node with a `_target_` also contains the defaults of its class.
 
-    Nodes in lists and targets that cannot be resolved are not changed. Defaults that are not plain values are left out.
+    Nodes in lists and nodes with an unknown target are not changed. Defaults that YAML cannot express are left out.
 
     Args:
         node: A config node or value.
-        allow: Packages that targets may come from.
+        allow: Packages of users that targets may come from. Default: no packages.
     """
     if not isinstance(node, Mapping):
         return node
@@ -97,7 +97,10 @@ def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _maker(target: type) -> Callable[..., Any] | None:
-    """Return the function that runs when the class is called: its `__new__` if it has one, otherwise its `__init__`."""
+    """Return the function that declares the parameters of a class: `__new__` if it has any, otherwise `__init__`.
+
+    Return None if this function is not written in Python.
+    """
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
         return new.__func__
@@ -111,7 +114,10 @@ def _takes_anything(function: Callable[..., Any]) -> bool:
 
 
 def _find_overload(target: type) -> Signature | None:
-    """Return the longest overload of an `__init__` with the signature `*args, **kwargs`, such as that of nn.LSTM."""
+    """Return the overload of `__init__` with the most parameters, if `__init__` takes only `*args, **kwargs`.
+
+    An example is nn.LSTM. Return None for other classes.
+    """
     init = inspect.getattr_static(target, "__init__")
     if not inspect.isfunction(init) or not _takes_anything(init):
         return None
@@ -144,10 +150,10 @@ def _of_function(function: Callable[..., Any], *, bound: bool) -> Signature:
 
 
 def _wrapper_takes_more(function: Callable[..., Any]) -> bool:
-    """Return whether a wrapper made by functools.wraps accepts names that the wrapped function does not have.
+    """Return whether a wrapper made by functools.wraps accepts parameters that the wrapped function does not have.
 
-    inspect.signature reads only the wrapped function. Wrappers in libraries pass on exactly the parameters of the
-    wrapped function, so they are excluded.
+    inspect.signature reads only the wrapped function. The result is False for wrappers in libraries, because they
+    accept exactly the parameters of the wrapped function.
     """
     if not hasattr(function, "__wrapped__") or _is_library(function):
         return False
@@ -167,7 +173,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
             continue
         above = _of_function(vars(base)["__init__"], bound=True)
         for name, parameter in above.parameters.items():
-            # The subclass may pass a value to its base, so parameters of a base are not required.
+            # Parameters of a base are not required, because the constructor of the subclass may pass their values.
             default = None if parameter.required else parameter.default
             parameters.setdefault(name, Parameter(name=name, annotation=parameter.annotation, default=default))
         if not above.open or _hidden_parameters(base):
@@ -177,7 +183,7 @@ def _with_bases(target: type, maker: Callable[..., Any], found: Signature) -> Si
 
 
 def _is_library(function: Callable[..., Any]) -> bool:
-    """Return whether a constructor belongs to a library. Constructors of users may read other names from `**kwargs`."""
+    """Return whether a constructor belongs to a library."""
     return (function.__module__ or "").partition(".")[0] in LIBRARIES
 
 

@@ -1,7 +1,7 @@
 """The errors of a composed config that are found without building any part of the run.
 
-The first stage does not import torch. It checks values and interpolations (reading), keys, types and bounds (structure)
-and rules between keys (rules). The second stage imports the targets, and checks their parameters.
+The first stage does not import torch. It checks values and interpolations (exp.config.reading), keys, types and bounds
+(structure.py), and combinations of values (rules.py). The second stage imports the targets and checks their parameters.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def compose(
     config_dir: str | None = None,
     config_name: str = PRIMARY,
 ) -> DictConfig:
-    """Return the config of one job, as `python -m exp.train OVERRIDES` composes it.
+    """Return the config that `python -m exp.train OVERRIDES` composes for a single job.
 
-    The reserved node `_composition_` stores the origin of the config: overrides, directory, files.
+    The reserved node `_composition_` stores the origin of the config: overrides, directory and files.
 
     Args:
-        overrides: Overrides of the command line.
-        config_dir: Additional directory of configs, searched after ./conf and before exp's configs.
-        config_name: Name of the primary config.
+        overrides: Overrides of the command line. Default: no overrides.
+        config_dir: Additional directory of configs, searched after ./conf and before exp's configs. Default: None.
+        config_name: Name of the primary config. Default: PRIMARY.
 
     Raises:
-        ConfigError: An override has an error. Errors of other keys are included.
+        ConfigError: An override has an error. The exception also lists errors of other keys.
     """
     return job_config(composition_of(overrides, config_dir=config_dir, config_name=config_name, check=early_errors))
 
@@ -53,7 +53,7 @@ def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[
 
     Args:
         config: The composed config.
-        reading: Result of `read` for the config. None reads the config.
+        reading: Result of `read` for the config. None (default) reads the config.
     """
     found = first_stage(read(config) if reading is None else reading)
     # Skip values that refer to the data, because they are unknown until the data is read.
@@ -61,7 +61,10 @@ def early_errors(config: DictConfig, *, reading: Reading | None = None) -> list[
 
 
 def refuse_early(config: DictConfig, *, reading: Reading | None = None) -> None:
-    """Raise ConfigError for errors that are found without torch, so that a typo is reported within a second."""
+    """Raise ConfigError if a check that does not import torch finds errors.
+
+    A typo is therefore reported within a second.
+    """
     errors = early_errors(config, reading=reading)
     raise_errors(errors, note=NOTE)
 
@@ -77,7 +80,12 @@ def _unresolved_value(config: DictConfig, key: str) -> object:
 
 
 def refuse_nodes(config: DictConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError if top-level nodes have wrong keys, types or bounds, or use a resolver that is not allowed."""
+    """Raise ConfigError if top-level nodes have wrong keys or values, or use a resolver that is not allowed.
+
+    Args:
+        config: The composed config.
+        names: Keys of the nodes.
+    """
     plain, unread = read(config)
     errors = [error for error in unread if error.key.partition(".")[0] in names]
     errors += [error for name in names for error in node_errors(name, plain)]
@@ -99,9 +107,9 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
 
     Args:
         reading: Result of `read` for the config.
-        only: Top-level key to check, such as data. None checks all keys.
+        only: Top-level key to check, such as `data`. None (default) checks all keys.
     """
-    # Imported here because the import is slow, and the first stage does not need it.
+    # Import late, because the import is slow and the first stage does not need the module.
     from exp.check.parameters import target_errors
 
     plain, _ = reading
@@ -116,7 +124,7 @@ def second_stage(reading: Reading, *, only: str | None = None) -> list[ErrorDeta
 def allowed_packages(plain: dict[str, Any]) -> list[str]:
     """Return the packages in `security.allow`.
 
-    If the key has an error, no package is returned, so that no check imports the packages.
+    If the key has an error, the list is empty, so that the check imports none of the packages.
     """
     if list(allow_is_from_the_command_line(Values(plain))):
         return []
@@ -126,9 +134,10 @@ def allowed_packages(plain: dict[str, Any]) -> list[str]:
 
 
 def unique_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return one error for each key, position in its text, and subject.
+    """Return the errors without duplicates.
 
-    The first error is kept, because a later stage may find the same problem again.
+    Errors with the same key, position and subject are duplicates, because a later stage may find a problem again. The
+    first of them is kept.
     """
     first: dict[object, ErrorDetails] = {}
     for error in errors:
@@ -137,9 +146,9 @@ def unique_errors(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def locate_errors(config: DictConfig, errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors, each with the file and line that set its key.
+    """Return the errors, each with the file and line of the wrong value.
 
-    A null also gets the interpolation that led to it.
+    If an interpolation has the value null, the error also shows the interpolation.
     """
     if not errors or COMPOSITION not in config:
         return list(errors)
@@ -163,5 +172,5 @@ def _locate(config: DictConfig, error: ErrorDetails) -> ErrorDetails:
 
 
 def concern_keys(errors: Iterable[ErrorDetails], keys: Iterable[str]) -> bool:
-    """Return whether an error belongs to one of these top-level keys, or to the config as a whole."""
+    """Return whether any error belongs to one of these top-level keys or to the config as a whole."""
     return any(error.key.partition(".")[0] in (*keys, "config") for error in errors)

@@ -1,10 +1,10 @@
 """The search for the checkpoint from which a run resumes.
 
-    resume=auto                the newest checkpoint of any run with this `name`
-    runtime.autoresume=true    the checkpoint of the last run of the same command, if that run is not completed. Meant
-                               for cluster schedulers that start a command again
+    resume=auto                selects the newest checkpoint of all runs with this `name`
+    runtime.autoresume=true    selects the newest checkpoint of the last runs of the same command, if they are not
+                               completed. Intended for cluster schedulers that start a command again
 
-If a checkpoint is damaged, the previous one is used. Runs that are still running are skipped.
+If a checkpoint is damaged, the previous checkpoint is used. Runs that are still running are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUNS = ("*", "*/*")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result of a search.
+    """The result of a search for a checkpoint.
 
     Attributes:
         path: The checkpoint. None if no checkpoint was found.
@@ -45,8 +45,8 @@ def find_start(config: DictConfig) -> Found:
     """Return the checkpoint that `resume=auto` or `runtime.autoresume=true` selects.
 
     Raises:
-        ConfigError: The run is a job of a sweep, because jobs would resume from each other. Also raised if exp.compose
-            did not make the config, because such a config has no run directory.
+        ConfigError: The run is a job of a sweep, because jobs would resume from each other. Another cause is a config
+            that exp.compose did not make, because such a config has no run directory.
     """
     is_again = config.runtime.autoresume is True
     key = "runtime.autoresume" if is_again else "resume"
@@ -83,29 +83,32 @@ def find_start(config: DictConfig) -> Found:
 
 
 def newest_of(run: Path) -> Found:
-    """Return the newest intact checkpoint of a run directory."""
+    """Return the newest checkpoint of a run directory that is not damaged, with notes on damaged checkpoints."""
     notes: list[str] = []
     return Found(path=_newest([run], notes), notes=tuple(notes))
 
 
 def remove_leftovers(directory: Path, name: str) -> None:
-    """Remove partly written files that killed runs of a name left.
+    """Remove partly written files of killed runs. Only runs with the given name are searched.
 
     Args:
-        directory: Directory of any run of this name.
+        directory: Run directory of any run with this name.
         name: Value of the key `name`.
     """
     root = root_of(directory, name)
     for pattern in RUNS:
         for path in root.glob(f"{pattern}/{CHECKPOINTS}/.*.partial"):
             sweep_run(path.parent.parent)
-        # This includes runs that were killed before their first checkpoint.
+        # These files may also be from runs that were killed before the first checkpoint.
         for path in root.glob(f"{pattern}/.*.partial"):
             remove_partial_files(path.parent)
 
 
 def states_of(run: Path) -> Iterator[tuple[Path, State]]:
-    """Yield the checkpoints of a run directory from which a run can resume, with their content, the newest first."""
+    """Yield the path and the content of each checkpoint from which a run can resume.
+
+    The newest checkpoint of the run directory comes first.
+    """
     for path in _newest_first([run]):
         state = _whole(path, [])
         if state is not None:
@@ -113,15 +116,15 @@ def states_of(run: Path) -> Iterator[tuple[Path, State]]:
 
 
 def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path | None:
-    """Return the newest checkpoint of the latest unfinished runs with these overrides.
+    """Return the newest checkpoint of the unfinished runs after the last completed run with these overrides.
 
-    The search covers several runs, because a run that was killed before its first checkpoint may have resumed an
-    earlier run. The search ends at the latest completed run.
+    Several runs are searched, because the last run may have resumed from an earlier run, and may have been killed
+    before its first checkpoint. Return None if there is no checkpoint, or if one of the runs is still running.
 
     Args:
-        runs: Run directories.
-        overrides: Text of their overrides.yaml.
-        notes: List to which remarks are added.
+        runs: Run directories, also of runs with other overrides.
+        overrides: Text that overrides.yaml must have.
+        notes: List to which this function adds remarks.
     """
     unfinished = []
     for run in sorted(runs, key=_start_time, reverse=True):
@@ -140,12 +143,12 @@ def _of_command(runs: Sequence[Path], overrides: str, notes: list[str]) -> Path 
 
 
 def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) -> Path | None:
-    """Return the newest checkpoint from which a run can resume. Return None without one.
+    """Return the newest checkpoint from which a run can resume. Return None if there is no such checkpoint.
 
     Args:
         runs: Run directories.
-        notes: List to which remarks are added.
-        name: Name that the config of the checkpoint must have. None accepts any name.
+        notes: List to which this function adds remarks.
+        name: Value of `name` that the config in the checkpoint must have. None (default) accepts any name.
     """
     for path in _newest_first(runs):
         state = _whole(path, notes)
@@ -156,7 +159,7 @@ def _newest(runs: Sequence[Path], notes: list[str], *, name: str | None = None) 
 
 def _newest_first(runs: Sequence[Path]) -> list[Path]:
     found = [path for run in runs for path in (run / CHECKPOINTS).glob("*.ckpt") if not path.name.startswith(".")]
-    # best.ckpt and last.ckpt may be links to the same file and then have the same time. last.ckpt is preferred.
+    # best.ckpt and last.ckpt may be links to the same file and have the same time. In this case, last.ckpt comes first.
     ages = {path: (path.stat().st_mtime_ns, path.name == "last.ckpt") for path in found if path.is_file()}
     return sorted(ages, key=ages.__getitem__, reverse=True)
 
@@ -172,7 +175,10 @@ def _whole(path: Path, notes: list[str]) -> State | None:
 
 
 def root_of(directory: Path, name: str) -> Path:
-    """Return outputs/<name> for a run directory below it. Return the parent directory for any other run directory."""
+    """Return the directory that contains all runs of a name.
+
+    This is outputs/<name> for a run directory inside outputs/<name>, and otherwise the parent directory.
+    """
     parts = Path(name).parts
     above = [parent for parent in directory.parents if parent.parts[-len(parts) :] == parts]
     return above[0] if above else directory.parent
@@ -184,7 +190,7 @@ def _runs(root: Path) -> list[Path]:
 
 
 def _name(config: str) -> str | None:
-    """Return the name in the config of a checkpoint. Return None if the text is not a config."""
+    """Return the value of `name` in the config of a checkpoint. Return None if the text is not a config."""
     try:
         content = yaml.safe_load(config)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step for one sample, counted by a forward and a backward on the meta device."""
+"""The FLOPs of a training step per sample, counted in a forward and a backward on the meta device."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def flops_of_a_sample(
     phases: Sequence[Phase] = (),
     inputs: Sequence[str] = INPUT,
 ) -> FlopCount:
-    """Return the FLOPs of one sample, as a mean over a batch.
+    """Return the FLOPs of a training step per sample, as a mean over a batch.
 
-    A phase counts once per repeat. A phase that does not run at every step counts as a fraction. Activations that the
-    backward recomputes are not counted. A micro-batch is treated like a batch. Sequences of other lengths need other
-    FLOPs.
+    The FLOPs of a phase are multiplied by its runs per step: `repeats` divided by `every_n_steps`. Activations that the
+    backward recomputes are not counted. A micro-batch is treated like a batch. The result is valid only for sequences
+    of the same length as in `data`.
 
     Args:
-        data: A batch of the data set. Only its shapes and dtypes are used.
+        data: A batch of the data set. Only the shapes and dtypes of the batch are used.
         network: Network on the meta device, with the sizes of all layers.
         objective: Objective of the run.
-        phases: Phases of the run.
-        inputs: Names of the network inputs in the data.
+        phases: Phases of the run. Default: no phases.
+        inputs: Names of the network's inputs in the data. Default: `input`.
 
     Raises:
         Exception: The network or the objective cannot run on tensors without numbers.
@@ -52,7 +52,7 @@ def flops_of_a_sample(
         fake = move_tensors(data, META)
         size = next(len(tensor) for tensor in tensors_in(fake))
         batch = Batch(data=fake, size=size, global_size=size, world_size=1)
-        # Floats, because a phase that does not run at every step counts as a fraction.
+        # Floats, because the number of runs of a phase per step may be a fraction.
         forward: defaultdict[str, float] = defaultdict(float)
         backward: defaultdict[str, float] = defaultdict(float)
         is_estimated = False
@@ -76,7 +76,10 @@ def flops_of_a_sample(
 def _passes(
     network: nn.Module, objective: Objective, phases: Sequence[Phase], inputs: Sequence[str]
 ) -> Iterator[tuple[Callable[[Batch], Tensor], float]]:
-    """Yield a function that computes the loss of each forward, and the number of runs of this forward per step."""
+    """Yield the loss function of each phase, and the number of runs of the phase per step.
+
+    A run without phases has a single loss function, which runs once per step.
+    """
     if not phases:
         yield _loss_of(network, objective, inputs), 1.0
     for phase in phases:
@@ -109,7 +112,7 @@ def _loss_of(network: nn.Module, objective: Objective, inputs: Sequence[str]) ->
 def _count_pass(loss_of: Callable[[], Tensor]) -> tuple[Counter[str], Counter[str] | None]:
     """Return the FLOPs of a forward and of its backward, by operator.
 
-    The second value is None if the backward cannot run without numbers.
+    The second value is None if the backward cannot run on tensors without numbers.
     """
     loss, forward = count_flops(loss_of)
     if not loss.requires_grad:

@@ -1,4 +1,4 @@
-"""The first stage of the check: keys, types and bounds of plain values. No target is imported."""
+"""The first stage of the check: keys, types and bounds of config values. No target is imported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from exp.spelling import among, did_you_mean, find_nearest, fix_of_key, fix_of_v
 # Matches values that need no quotes in a list.
 PLAIN_WORD = re.compile(r"[\w./-]+")
 KNOWN = (*SCHEMA, *NODES, *COLLECTIONS, PHASES)
-# Largest number of layers in a model. The type Repeats limits only a single repeat, and nested repeats multiply.
+# Largest number of layers in a model. The type Repeats limits each repeat, but nested repeats multiply.
 MAX_LAYERS = 100_000
-# Largest number of missing top-level keys that are reported separately. More are reported as one error.
+# Largest number of missing top-level keys with an error each. If more keys are missing, there is one error for all.
 FORGOTTEN = 8
-# Keys in the nodes of train.yaml that may be missing, because the class of the node has a default.
+# Keys in nodes of train.yaml that a config may leave out, because the class of the node has a default.
 OPTIONAL = ("num_workers", "drop_last")
-# Bound of integers, because libraries use 64 bits.
+# Integers must be less than this number, because libraries store them in 64 bits.
 MAX_INTEGER = 2**63
 
 
@@ -52,9 +52,11 @@ def structure_errors(plain: dict[str, object]) -> list[ErrorDetails]:
 
 
 def node_errors(name: str, plain: dict[str, object]) -> list[ErrorDetails]:
-    """Return the errors of keys, types and bounds in one top-level node.
+    """Return the errors of keys, types and bounds in a top-level node.
 
-    The schema of exp must declare the keys of this node.
+    Args:
+        name: Key of the node. The node must be in SCHEMA.
+        plain: Values of the config.
     """
     return list(_mapping_errors("", {name: plain[name]} if name in plain else {}, {name: SCHEMA[name]}))
 
@@ -66,7 +68,7 @@ def kind_errors(key: str, value: object, annotation: object, default: object = E
         key: Key of the value.
         value: The value.
         annotation: Annotation of the parameter. If it is EMPTY, the type of the default decides.
-        default: Default of the parameter.
+        default: Default of the parameter. EMPTY (default) if the parameter has no default.
     """
     if not fits(value, annotation, default):
         fix = _list_fix(key, value, annotation, default)
@@ -74,7 +76,7 @@ def kind_errors(key: str, value: object, annotation: object, default: object = E
 
 
 def _list_fix(key: str, value: object, annotation: object, default: object) -> str | None:
-    """Return the fix if a list with this single value would be valid. Otherwise return None."""
+    """Return the fix to write the value as a list, if such a list would be valid. Otherwise return None."""
     if isinstance(value, list | dict) or value is None or value is UNKNOWN:
         return None
     text = value if isinstance(value, str) else show(value)
@@ -89,7 +91,10 @@ def _list_fix(key: str, value: object, annotation: object, default: object) -> s
 
 
 def _key_errors(key: str, value: object, annotation: object) -> Iterator[ErrorDetails]:
-    """Yield the error of a key that exp reads. The value may be a node only if the annotation contains Node."""
+    """Yield the error of a value that does not match the annotation of its key.
+
+    A node with a `_target_` is valid only if the annotation contains Node.
+    """
     if is_node(value) and Node not in typing.get_args(annotation):
         yield value_error(key, value, expected=describe_type(annotation))
     elif key == MODULE_KEY and isinstance(value, str):
@@ -110,21 +115,25 @@ def value_error(
 ) -> ErrorDetails:
     """Return the error of a wrong value.
 
-    The fix is the first of: a fix of a common mistake, `fix`, the closest of `words`, a fix derived from the type.
+    The error contains the first fix that exists, in this order: the fix of a common mistake, the argument `fix`, the
+    closest valid word, a fix derived from the type.
 
     Args:
         key: Key of the value.
         value: The value.
         expected: Description of valid values.
-        words: Valid words.
-        fix: Fix of the error, or None.
+        words: Valid words. Default: no words.
+        fix: Fix of the error. None (default) if the caller has no fix.
     """
     fix = fix_of_value(key, value) or fix or (did_you_mean(value, words) if isinstance(value, str) else None)
     return invalid_value(key, value, expected, fix or _fix_of_kind(key, value, expected))
 
 
 def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
-    """Return the fix of a value that has another type in YAML than intended, such as the text '8' for a number."""
+    """Return the fix of a value with an unintended YAML type, such as the text '8' instead of the number 8.
+
+    Return None if no fix is known.
+    """
     is_number = "number" in expected or "integer" in expected
     if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER and "integer" in expected:
         return f"Write {int(value)}"
@@ -142,7 +151,10 @@ def _fix_of_kind(key: str, value: object, expected: str) -> str | None:
 
 
 def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
-    """Return the error of an unknown key. Its fix is from habits.yaml, or the most similar known key.
+    """Return the error of an unknown key.
+
+    The fix comes from habits.yaml, which lists keys of other frameworks. Otherwise, the fix is the most similar known
+    key.
 
     Args:
         key: The unknown dotted key.
@@ -158,7 +170,10 @@ def _unknown_key(key: str, known: list[str], *, holder: str) -> ErrorDetails:
 
 
 def own_groups(plain: dict[str, object]) -> list[str]:
-    """Return the top-level keys that come from config groups of the user: folders of ./conf with a selected option."""
+    """Return the top-level keys that come from config groups of the user.
+
+    Such a group is a folder of ./conf with a selected option.
+    """
     found = Values(plain)[f"{COMPOSITION}.{OWN_GROUPS}"]
     return [name for name in found if name not in KNOWN] if isinstance(found, list) else []
 
@@ -222,7 +237,7 @@ def _node_errors(key: str, node: object) -> Iterator[ErrorDetails]:
 def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
     """Yield the errors of missing keys in nodes with a `_target_`, if exp itself reads these keys.
 
-    train.yaml declares them.
+    exp's train.yaml declares these keys.
     """
     declared = {**read_yaml(OWN_CONF / "train.yaml"), "strategy": {"name": "ddp"}}
     owned = ("data",) if brings_data(plain) else ()
@@ -233,7 +248,8 @@ def _missing_errors(plain: dict[str, Any]) -> Iterator[ErrorDetails]:
                 yield missing_value(f"{node}.{name}", "a value, which exp needs", fix, got="no such key")
 
 
-# Patterns of VALUES by their first part, because a config has hundreds of keys that match no pattern.
+# Patterns of VALUES by their first word. This grouping saves time, because most of the hundreds of keys in a config
+# match no pattern.
 PATTERNS = {
     word: [(pattern, rule) for pattern, rule in VALUES.items() if "*" in pattern and pattern.startswith(f"{word}.")]
     for word in {pattern.partition(".")[0] for pattern in VALUES if "*" in pattern}
@@ -295,14 +311,14 @@ def _count_errors(model: object) -> Iterator[ErrorDetails]:
     if _count(model) <= MAX_LAYERS:
         return
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
-    # Report the innermost repeat that makes too many layers without the outer repeats.
+    # Report the innermost repeat that alone makes too many layers. If there is none, report the innermost repeat.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
     because = f"which leads to {_count(model):,} layers in the model"
     yield unsuitable(f"{key}.repeat", value["repeat"], because, f"a model with at most {MAX_LAYERS:,} layers")
 
 
 def _count(value: object) -> int:
-    """Return the number of nodes with a `_target_` in a part of a model, including repeats."""
+    """Return the number of nodes with a `_target_` in a part of a model. A repeated node counts several times."""
     if isinstance(value, list):
         return sum(map(_count, value))
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Remarks on networks that train badly without an error, found in the traced forward."""
+"""Remarks on layers that train badly without an exception, found in the trace of the forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Note(NamedTuple):
 
 
 def training_notes(decided: Plan) -> Iterator[str]:
-    """Yield a line for each layer that trains badly, with the file and line that set it."""
+    """Yield a message for each layer that trains badly, with the file and line that set the layer."""
     settings, network, traces = decided.settings, decided.network, decided.shapes.traces
     if network is None or not settings.train:
         return
@@ -52,7 +52,7 @@ def training_notes(decided: Plan) -> Iterator[str]:
 def _probabilities(
     traces: Mapping[str | None, ForwardTrace], by_forward: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Yield a remark for each output of a softmax or sigmoid layer that a loss takes as scores."""
+    """Yield a remark for each softmax or sigmoid layer with an output that a loss expects to be scores."""
     for forward, trace in traces.items():
         outputs = {"output": trace.output, **named_parts(trace.output)}
         for name, term in by_forward[forward].terms.items() if forward in by_forward else ():
@@ -86,12 +86,12 @@ def _has_softmax(loss: nn.Module) -> bool:
 def without_gradient(
     network: nn.Module, traces: Mapping[str | None, ForwardTrace], objectives: Mapping[str | None, Objective]
 ) -> Iterator[Note]:
-    """Yield a remark on layers with trainable parameters that change no output that the objective reads.
+    """Yield a remark on layers with trainable parameters that have no effect on the objective.
 
     Args:
         network: Network on the meta device.
         traces: Trace of each forward, by the name of the forward.
-        objectives: The terms that read the output of each forward, by the name of the forward.
+        objectives: Objective with the terms that read the output of a forward, by the name of the forward.
     """
     parts = {part for objective in objectives.values() for term in objective.terms.values() for part in term.parts}
     learning = [one for one in network.parameters() if one.requires_grad]
@@ -104,7 +104,7 @@ def without_gradient(
             return
         reached |= found
     if not reached:
-        return  # no parameter gets a gradient through the objective, so the network may learn in another way
+        return  # the network may be trained without gradients of the objective
     lost = {id(one) for one in learning} - reached
     layers: dict[str, list[str]] = {}
     for name, layer in network.named_modules():
@@ -121,7 +121,7 @@ def without_gradient(
 
 
 def _read_by(objective: Objective, trace: ForwardTrace) -> list[Tensor]:
-    """Return the outputs that an objective reads. Return all outputs if a term may read any output."""
+    """Return the outputs that an objective reads. Return all outputs if it is unknown which outputs a term reads."""
     outputs = {"output": trace.output, **named_parts(trace.output)}
     if not all(isinstance(term, Term) and not term.needs for term in objective.terms.values()):
         return list(tensors_in(trace.output))
@@ -130,7 +130,7 @@ def _read_by(objective: Objective, trace: ForwardTrace) -> list[Tensor]:
 
 
 def _with_gradient(ends: Sequence[Tensor], learning: Sequence[nn.Parameter]) -> set[int] | None:
-    """Return the ids of the parameters on which outputs depend.
+    """Return the ids of the parameters that have an effect on outputs.
 
     Return None if the meta device cannot run the backward.
     """

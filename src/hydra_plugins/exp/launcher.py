@@ -1,7 +1,7 @@
-"""Hydra launchers: hydra/launcher=exp (this machine), slurm and ray. exp.sweeps runs the jobs of the sweep."""
+"""Hydra launchers `exp` (this machine), `slurm` and `ray`. The package exp.sweeps runs the jobs of a sweep."""
 
-# No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
-# dataclasses cannot look names up.
+# This module must not import annotations from __future__. Hydra's scanner runs the module before it is in sys.modules,
+# so dataclasses could not evaluate annotations that are text.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,7 +32,7 @@ for name, node in nodes.items():
 
 
 class ExpLauncher(Launcher):
-    """A Hydra launcher that passes each batch of jobs to the sweep of `python -m exp.train -m`."""
+    """Hydra launcher that passes each batch of jobs to the sweep of `python -m exp.train -m`."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep
@@ -46,14 +46,14 @@ class ExpLauncher(Launcher):
 
 
 class SlurmLauncher(ExpLauncher):
-    """A launcher that submits jobs to SLURM by submitit; see exp.extras.clusters.slurm."""
+    """Hydra launcher that submits jobs to SLURM by submitit; see exp.extras.clusters.slurm."""
 
     def __init__(self, **settings: object) -> None:
         """Ignore the settings, which the sweep reads in the config."""
 
 
 class RayLauncher(ExpLauncher):
-    """A launcher that runs jobs on Ray; see exp.extras.clusters.ray_jobs."""
+    """Hydra launcher that runs jobs on Ray; see exp.extras.clusters.ray_jobs."""
 
     def __init__(self, **settings: object) -> None:
         """Ignore the settings, which the sweep reads in the config."""

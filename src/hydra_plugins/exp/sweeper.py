@@ -1,7 +1,10 @@
-"""Hydra sweeper hydra/sweeper=exp: a grid over lists of values, or a search in intervals. exp.sweeps implements it."""
+"""The Hydra sweeper `exp`, which runs a grid over lists of values or a search in intervals.
 
-# No `from __future__ import annotations` here: Hydra's scanner runs this module before it is in sys.modules, where
-# dataclasses cannot look names up.
+The package exp.sweeps implements the sweeper.
+"""
+
+# This module must not import annotations from __future__. Hydra's scanner runs the module before it is in sys.modules,
+# so dataclasses could not evaluate annotations that are text.
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional  # noqa: UP035
 
@@ -14,7 +17,7 @@ from omegaconf import DictConfig
 @dataclass
 class ExpSweeperConf:
     _target_: str = "hydra_plugins.exp.sweeper.ExpSweeper"
-    # Swept values by key, as text, for sweeps that are written in the file of an experiment.
+    # Swept values as text, by config key. The file of an experiment may set them.
     params: Optional[Dict[str, str]] = field(default_factory=dict)  # noqa: UP006, UP045
 
 
@@ -22,10 +25,10 @@ ConfigStore.instance().store(group="hydra/sweeper", name="exp", node=ExpSweeperC
 
 
 class ExpSweeper(Sweeper):
-    """A Hydra sweeper that calls the sweep of `python -m exp.train -m`, which creates the jobs."""
+    """Hydra sweeper that calls the sweep of `python -m exp.train -m`, which creates the jobs."""
 
     def __init__(self, params: Any = None) -> None:
-        """Accept and ignore `params`. exp.config.hydra_adapter.swept_texts reads them from the config."""
+        """Ignore `params`, because exp.config.hydra_adapter.swept_texts reads the swept values from the config."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from exp.sweeps.sweep import Sweep

@@ -1,7 +1,8 @@
-"""python -m exp.audit FILE_OR_DIR: reports the actions of a received config, checkpoint or folder, and runs none.
+"""python -m exp.audit FILE_OR_DIR: lists what a received config, checkpoint or folder would do, and runs no part of it.
 
-It reports calls, environment variables, and paths outside the working directory. YAML is read as text, checkpoints with
-torch.serialization.get_unsafe_globals_in_checkpoint. Other pickles are reported without reading them.
+The command reports calls, environment variables, and paths outside the working directory. It parses YAML files without
+resolving their values. It inspects checkpoints with torch.serialization.get_unsafe_globals_in_checkpoint. Other pickles
+are reported without reading them, because a pickle can run any code.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from exp.errors import ConfigError, one_line
 from exp.output import command
 
 CLEAN, OUTSIDE, UNREADABLE = 0, 1, 2
-# An environment variable in an interpolation.
+# Matches an interpolation that reads an environment variable, and captures the name of the variable.
 VARIABLE = re.compile(r"oc\.env\s*:\s*[\"']?([A-Za-z_][A-Za-z0-9_]*)")
 MAX_PICKLE_BYTES = 200_000_000
 SKIPPED = (".git", "__pycache__", ".venv", "node_modules")
 CONFIGS = (".yaml", ".yml")
-# Members of a zip file that a loader would execute.
+# Suffixes of the files in a zip archive that may contain code.
 ARCHIVED = (".pkl", ".npy", ".py")
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 Kind = Literal["calls", "allows", "reads", "path", "hydra", "unreadable"]
@@ -41,9 +42,9 @@ class Finding:
 
     Args:
         kind: The kind of the action.
-        what: Name, path or variable.
-        where: File, and the key or line in it.
-        is_outside: Whether exp does not allow the action.
+        what: Name of the called object, path, or name of the environment variable.
+        where: Path of the file, followed by the config key or by the name in the archive.
+        is_outside: Whether exp's allow list forbids the action. It is also true for files that cannot be read.
     """
 
     kind: Kind
@@ -54,10 +55,10 @@ class Finding:
 
 @command(error_status=UNREADABLE)
 def main(argv: Sequence[str]) -> int:
-    """Print the findings, with those outside the allow list first.
+    """Print the findings. Findings outside the allow list come first.
 
     Returns:
-        0 without findings outside the allow list; 1 with such findings; 2 if a file cannot be read.
+        Exit status: 0 if all findings are in the allow list, 1 if a finding is outside, or 2 if a file cannot be read.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.audit", description=__doc__)
     parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="a YAML file, a checkpoint, a folder of them")
@@ -74,6 +75,10 @@ def audit(path: Path, *, allow: Sequence[str] = ()) -> list[Finding]:
     """Return the findings of a file, or of all files below a folder.
 
     Links to folders are not followed.
+
+    Args:
+        path: The file or folder.
+        allow: Packages with classes that exp may import, as in security.allow.
     """
     if not path.exists():
         return [Finding(kind="unreadable", what="no such file or folder", where=str(path), is_outside=True)]
@@ -127,7 +132,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
                 yield Finding(kind="reads", what=variable, where=where, is_outside=is_secret(variable))
             if "oc.env:${" in value.replace(" ", ""):
                 yield Finding(kind="reads", what=f"a variable by {value}", where=where, is_outside=True)
-            # A defaults list has groups with a leading slash.
+            # An entry of a defaults list may be a group with a leading slash, which is no path.
             if _leads_away(value) and not key.startswith("defaults."):
                 yield Finding(kind="path", what=value, where=where, is_outside=True)
             for typed in re.findall(r"_target_\s*[=:]\s*['\"]?([\w.]+)", value):
@@ -144,7 +149,7 @@ def _of_yaml(path: Path, *, root: Path, allow: Sequence[str]) -> Iterator[Findin
 
 
 def _leads_away(text: str) -> bool:
-    """Return whether a text is a path outside the working directory or a URL."""
+    """Return whether a text is a URL, an absolute path, or a path that contains `..`."""
     parts = re.split(r"[/\\]", text)
     is_address = re.match(r"[a-z][a-z0-9+.-]*:(//|:)", text, re.IGNORECASE) is not None
     return is_address or ("\n" not in text and (text.startswith(("/", "~")) or ".." in parts))

@@ -1,11 +1,14 @@
-"""Runs the jobs of a sweep on a cluster: freezes and submits them, and reads the results from their run directories.
+"""Runs the jobs of a sweep on a cluster.
+
+The sweep freezes each job, which means that it saves the complete config of the job. The sweep then submits the job,
+and reads the result from the run directory.
 
     sweep                                        a node of the cluster
     freeze   in another process
-    submit   -> the cluster's queue        ->    python -m exp.worker RUN_DIR, once a rank
+    submit   -> the cluster's queue        ->    python -m exp.worker RUN_DIR, one process per rank
     ends     <- report.json, the failures of ranks, the state of the job in the cluster
 
-The end of a job is reported like that of a job on this machine.
+Results and errors have the same format as those of jobs on this machine.
 """
 
 from __future__ import annotations
@@ -33,21 +36,21 @@ from exp.sweeps.executor import End, Prepare
 from exp.sweeps.job import JobProcesses, dead_job, interruption_of, report_bad_end
 from exp.sweeps.jobs import Job
 
-# Folder of the run directory while the job runs.
+# Folder in the run directory through which ranks report to the sweep. It exists while the job runs.
 EXCHANGE = ".launch-cluster"
-# Time for the other ranks of a job to report after one of them ended.
+# Seconds that the other ranks of a job have for their reports after one rank has ended.
 SETTLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """A job that can be submitted.
+    """A job with a frozen config, which can be submitted.
 
     Args:
         job: Number of the job.
         directory: Run directory.
         placement: Number of nodes and ranks, and the devices of each rank.
-        resume: Newest complete checkpoint in the run directory; None without one.
+        resume: Newest complete checkpoint in the run directory. None: the run directory has no checkpoint.
         settings: Settings of the job.
     """
 
@@ -59,7 +62,7 @@ class Frozen:
 
     @property
     def exchange(self) -> Path:
-        """The folder in which ranks report to the sweep."""
+        """The folder through which ranks report to the sweep."""
         return self.directory / EXCHANGE
 
 
@@ -69,9 +72,10 @@ class Submitted:
 
     Args:
         frozen: The job.
-        handle: The cluster's name for the job.
-        ended: Description of the final state of the job for messages; None while the job runs.
-        since: Time of the monotonic clock, in seconds, at which the sweep noticed the end of the job; None before.
+        handle: Identifier of the job in the cluster.
+        ended: Description of the final state of the job for messages. None: the job runs.
+        since: Time, in seconds of the monotonic clock, at which the sweep noticed the end of the job. None: the job
+            runs.
     """
 
     frozen: Frozen
@@ -81,16 +85,19 @@ class Submitted:
 
 
 def freeze_job(prepare: Prepare, config: DictConfig, job: int, gpus: float | None) -> Frozen | ExpError:
-    """Return a job with a frozen config and with its ranks placed on a node of the cluster, or the error.
+    """Freeze the config of a job, and return the job with the devices of its ranks.
 
     The config is written to the run directory, unless the directory already contains a frozen config.
 
     Args:
-        prepare: exp.start.prepare. It writes the frozen config.
+        prepare: The function exp.start.prepare, which writes the frozen config.
         config: Config of the job.
         job: Number of the job.
-        gpus: Number of GPUs per node that the launcher requests. None: as launch.devices requires with
-            launch.accelerator=cuda, else 0.
+        gpus: Number of GPUs per node that the launcher requests. None: the number that launch.devices needs if
+            launch.accelerator is cuda, else 0.
+
+    Returns:
+        The job, or the error if the job cannot be frozen.
     """
     from exp.check.plan import Plan, place, read_resolved
     from exp.check.starting_point import newest_of
@@ -131,17 +138,17 @@ def output_of(directory: Path, rank: int) -> Path:
 
 
 class ClusterExecutor(ABC):
-    """Runs the jobs of a sweep on a cluster, each in separate processes.
+    """Base class of executors that run each job of a sweep in separate processes on a cluster.
 
     Args:
         slots: Largest number of jobs that are queued or running at the same time.
         processes: Starts the processes that freeze the configs of jobs.
-        prepare: See `freeze_job`. It must be importable by name, because another process calls it.
+        prepare: See `freeze_job`. The function must be importable by name, because another process calls it.
         gpus: See `freeze_job`.
         poll_seconds: Seconds between two reads of the run directories.
     """
 
-    # Jobs are not trained as members of a stack, because each job has its own node.
+    # Several jobs are never trained together in one process (a stack), because each job has a separate node.
     stacks = False
 
     def __init__(
@@ -160,9 +167,9 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _submit(self, frozen: Frozen) -> Any:
-        """Submit a job, and return the cluster's handle for the job.
+        """Submit a job, and return the job's identifier in the cluster.
 
-        If an earlier sweep submitted the job and it still runs, return the handle of that job.
+        If an earlier sweep submitted the same job and the job still runs, return the identifier of the running job.
 
         Raises:
             RunError: The cluster rejects the job.
@@ -170,7 +177,7 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _states(self) -> Mapping[Any, str]:
-        """Return a description of the final state of each job in `_running` that ended, by handle."""
+        """Return the final states of the jobs in `_running` that ended, as descriptions by identifier of the job."""
 
     @abstractmethod
     def _signal(self, jobs: list[Submitted], signum: int) -> None:
@@ -181,7 +188,11 @@ class ClusterExecutor(ABC):
         """End jobs immediately."""
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Freeze and submit a job. The sweep stacks no jobs for this executor, so `jobs` has one job."""
+        """Freeze and submit a job.
+
+        Args:
+            jobs: A single job, because this executor does not train several jobs together.
+        """
         (first,) = jobs
         job, config = first.number, first.new_config()
         try:
@@ -203,8 +214,8 @@ class ClusterExecutor(ABC):
     def ends(self, timeout: float) -> list[End]:
         """Wait for the end of a job, and return the ends of all jobs that ended.
 
-        The call waits at most `timeout` seconds. It waits at most half a second, or one `poll_seconds` if that is
-        longer, because the sweep must react to signals.
+        The call returns after at most `timeout` seconds, even if no job ended. Because the sweep must react to signals,
+        it also returns after half a second, or after `poll_seconds` if that is longer.
         """
         limit = time.monotonic() + min(timeout, max(0.5, self._poll_seconds))
         while True:
@@ -215,7 +226,7 @@ class ClusterExecutor(ABC):
             time.sleep(min(self._poll_seconds, max(0.0, limit - time.monotonic())))
 
     def end(self, signum: int) -> None:
-        """Send a signal to every running job. A second call kills them."""
+        """Send a signal to every running job. The second call kills the jobs instead."""
         if self._signum is None:
             self._signum = signum
             self._signal(self._running, signum)
@@ -224,7 +235,7 @@ class ClusterExecutor(ABC):
             self._kill(self._running)
 
     def close(self) -> None:
-        """End all jobs."""
+        """End all jobs immediately."""
         if self._running:
             self._kill(self._running)
         for submitted in self._running:
@@ -268,7 +279,7 @@ class ClusterExecutor(ABC):
         return error
 
     def _is_late(self, submitted: Submitted) -> bool:
-        """Return whether the job ended so long ago that its ranks write no more files.
+        """Return whether a job ended more than SETTLE_SECONDS ago, so that no more files of its ranks will appear.
 
         On a shared disk, files may appear a few seconds after they are written.
         """
@@ -293,7 +304,7 @@ class ClusterExecutor(ABC):
 
 def _first_cause(submitted: Submitted, failures: list[Failure]) -> ExpError:
     """Return the error of the rank that ended first."""
-    # A rank that was killed with its task reports nothing, and only other ranks report errors.
+    # A rank that was killed together with its task reports nothing. All reports then come from other ranks.
     if all(failure.kind == "peer" for failure in failures):
         reported = {failure.rank for failure in failures}
         silent = [rank for rank in range(submitted.frozen.placement.world_size) if rank not in reported]

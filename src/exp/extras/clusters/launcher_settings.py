@@ -1,7 +1,7 @@
-"""The settings of hydra/launcher=slurm and hydra/launcher=ray, and the errors in their values.
+"""The settings of `hydra/launcher=slurm` and `hydra/launcher=ray`, and the checks of their values.
 
-The dataclasses accept any value, so that Hydra composes them. `launcher_errors` then reports all errors together,
-before a job is submitted.
+The fields of the dataclasses accept any value, so that Hydra composes wrong values as well. `launcher_errors` then
+reports all errors together, before a job is submitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, MinLen
 from exp.config.clusters import CLUSTERS, RAY, SLURM
 from exp.errors import ErrorDetails, invalid_value, is_installed, not_supported_with, unsuitable
 
-# The package that each launcher needs. The extra slurm or ray installs it.
+# Python package that each launcher needs. The extra `slurm` or `ray` of exp installs the package.
 PACKAGES = {SLURM: "submitit", RAY: "ray"}
 COUNT = Annotated[int, Ge(1)]
 COUNT_OR_NONE = Annotated[int, Ge(0)]
@@ -28,7 +28,7 @@ TEXT = Annotated[str, "a text", MinLen(1)]
 # Memory and resources as SLURM spells them: 4GB, gpu:a100:2, or a number.
 SIZE = TEXT | COUNT
 
-# The default and the kind of each setting. None leaves a setting to the cluster.
+# Default and type of each setting. If a value is None, the cluster decides, unless a comment states otherwise.
 SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
     SLURM: {
         # local: processes of submitit on this machine, to try a sweep without a cluster.
@@ -36,11 +36,11 @@ SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
         "timeout_min": (60, AMOUNT),
         # SIGUSR1 is sent this many seconds before the time limit of a job. The job then saves a checkpoint.
         "signal_delay_s": (120, COUNT_OR_NONE),
-        # Largest number of times that such a job is queued again and resumes.
+        # Largest number of times that a job at its time limit is queued again and resumes.
         "max_num_timeout": (3, COUNT_OR_NONE),
-        # Jobs that are queued or run at once. A number in sweep.jobs takes precedence.
+        # Largest number of jobs that are queued or running. A number in sweep.jobs takes precedence.
         "array_parallelism": (256, COUNT),
-        # None: launch.nodes. A node has one task per rank.
+        # None: the value of launch.nodes. A node runs one task per rank.
         "nodes": (None, COUNT | None),
         "gpus_per_node": (None, COUNT_OR_NONE | None),
         "mem_gb": (None, AMOUNT | None),
@@ -59,17 +59,22 @@ SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
     RAY: {
         # None starts Ray on this machine for this sweep; auto or HOST:PORT joins a cluster.
         "address": (None, TEXT | None),
-        # Per job; 0.5 is half a device. None: one core per rank, and the GPUs of launch.devices.
+        # CPU cores and GPUs of a job. 0.5 is half a device. None: one core per rank, and the GPUs of launch.devices.
         **dict.fromkeys(("num_cpus", "num_gpus"), (None, SHARE | None)),
         "resources": ({}, dict[str, Annotated[float, Ge(0)]]),
-        # Jobs that are queued or run at once. None: as many as the cluster has room for.
+        # Largest number of jobs that are queued or running. None: as many as the cluster has room for.
         "max_jobs": (None, COUNT | None),
     },
 }
 
 
 def _settings(name: str, target: str) -> type[Any]:
-    """Return the dataclass with the settings of a launcher. Its fields accept any value."""
+    """Return the dataclass with the settings of a launcher. The fields accept any value.
+
+    Args:
+        name: Name of the dataclass.
+        target: SLURM or RAY, the `_target_` of the launcher.
+    """
     fields: list[tuple[str, Any, Any]] = [("_target_", Any, field(default=target))]
     for key, (default, _) in SETTINGS[target].items():
         is_mutable = isinstance(default, list | dict)
@@ -85,7 +90,11 @@ OWN_OPTIONS = ("array", "ntasks", "ntasks-per-node", "nodes", "output", "error",
 
 
 def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield the errors in the values of hydra.launcher. Its `_target_` must be SLURM or RAY."""
+    """Yield the errors in the values of the node hydra.launcher.
+
+    Args:
+        settings: The node. Its `_target_` is SLURM or RAY.
+    """
     from exp.check.kinds import describe_type, fits
 
     target = settings["_target_"]

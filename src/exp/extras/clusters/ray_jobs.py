@@ -1,7 +1,7 @@
-"""hydra/launcher=ray: jobs of a sweep as tasks of Ray, which start the ranks of a frozen run on a node.
+"""The launcher of `hydra/launcher=ray`, which runs each job of a sweep as a task of Ray.
 
-The run directories must be on a disk that all nodes share. A process of Ray runs several tasks one after another, so
-each rank has a separate process.
+A task starts the ranks of the job on one node. The run directories must be on a disk that all nodes share. Each rank
+has a separate process, because a process of Ray runs several tasks one after another.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ POLL_SECONDS = 0.1
 
 
 def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | None:
-    """Run the ranks of a frozen run on this node, and wait until all ranks have ended.
+    """Run the ranks of a job on this node, and wait until all ranks have ended.
 
     Args:
         frozen: The job.
         place: Working directory of the sweep, in which the ranks run.
-        folders: Folders that are appended to sys.path: the import path of the sweep.
+        folders: Import path of the sweep. The folders are appended to sys.path.
 
     Returns:
-        The error that ended the run; None without one.
+        The error that ended the run. None: the run was completed.
     """
     launching, runtime = frozen.settings.launch, frozen.settings.runtime
     sys.path += [folder for folder in folders if folder not in sys.path]
@@ -59,7 +59,7 @@ def run_ranks(frozen: Frozen, place: str, folders: Sequence[str]) -> ExpError | 
 
 @contextlib.contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    """Append stdout and stderr of this process and its children to a file within the block."""
+    """Redirect stdout and stderr of this process and its children to the end of a file within the block."""
     kept = [os.dup(number) for number in (1, 2)]
     try:
         with path.open("ab") as file:
@@ -73,13 +73,13 @@ def _output_in(path: Path) -> Iterator[None]:
 
 
 class RayExecutor(ClusterExecutor):
-    """Runs jobs as tasks of Ray.
+    """Executor that runs the jobs of a sweep as tasks of Ray.
 
     Args:
-        settings: Values of hydra.launcher, already checked.
+        settings: Values of the node hydra.launcher, which are already checked.
         processes: See ClusterExecutor.
         prepare: See ClusterExecutor.
-        jobs: Value of sweep.jobs if it is a number, else None.
+        jobs: Largest number of jobs at the same time. None: sweep.jobs is not a number.
 
     Raises:
         ConfigError: No cluster runs at hydra.launcher.address.
@@ -159,7 +159,7 @@ class RayExecutor(ClusterExecutor):
         return {"CPU": cpus, "GPU": gpus, **settings["resources"]}
 
     def _submit(self, frozen: Frozen) -> Any:
-        # Remove the report of an earlier attempt, because it would be taken for the report of this job.
+        # The report of an earlier attempt is removed, because it would be taken for the report of this job.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         asked = self._resources(frozen)
         cpus, gpus, name = asked.pop("CPU"), asked.pop("GPU"), f"job {frozen.job}"
@@ -187,7 +187,7 @@ class RayExecutor(ClusterExecutor):
             is_coming = report is None and not self._is_late(submitted)
             return None if is_coming else dead_job(directory, Died("ended with status 0 without a message"))
         if submitted.frozen.placement.world_size == 1 and isinstance(error, RankError):
-            # A job with one process is reported without its rank.
+            # The message of a job with one process does not name the rank.
             reported = None if report is None else report.error
             return dead_job(directory, Died(error.reason)) if reported is None else RunError(reported["message"])
         assert isinstance(error, ExpError)

@@ -1,7 +1,7 @@
-"""hydra/launcher=slurm: jobs of a sweep as jobs of SLURM through submitit, with one task per rank.
+"""The launcher of `hydra/launcher=slurm`, which submits each job of a sweep to SLURM by submitit.
 
-With cluster=local submitit runs processes on this machine instead. submitit/ in the run directory has the batch script
-and the output of submitit.
+A job has one task per rank. If hydra.launcher.cluster is `local`, submitit starts processes on this machine instead.
+The folder submitit/ in the run directory contains the batch script and the output of submitit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORDS = {
     "TIMEOUT": "reached the time limit of SLURM (hydra.launcher.timeout_min)",
     "OUT_OF_MEMORY": "ran out of the memory that SLURM gave it (hydra.launcher.mem_gb)",
 }
-# States after which SLURM may queue a job again.
+# States after which SLURM may queue a job again. Such a job counts as ended if two reads show such a state.
 DOUBTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", UNKNOWN)
 SQUEUE_SECONDS = 5.0
 SIGNAL_SECONDS = 2.0
@@ -54,19 +54,19 @@ OPTIONS = (
 
 
 class SlurmExecutor(ClusterExecutor):
-    """Submits jobs with submitit, and reads the states of all jobs with one call of squeue.
+    """Executor that submits jobs by submitit, and reads the states of all jobs with one call of squeue.
 
     Args:
-        settings: Values of hydra.launcher, already checked.
+        settings: Values of the node hydra.launcher, which are already checked.
         processes: See ClusterExecutor.
         prepare: See ClusterExecutor.
-        jobs: Value of sweep.jobs if it is a number, else None.
+        jobs: Largest number of jobs at the same time. None: sweep.jobs is not a number.
     """
 
     def __init__(
         self, *, settings: Mapping[str, Any], processes: JobProcesses, prepare: Prepare, jobs: int | None = None
     ) -> None:
-        # submitit sends this signal before the time limit of a job. Its default is SIGUSR2.
+        # The signal that submitit requests before the time limit of a job. submitit's default is SIGUSR2.
         os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"
         self._settings = settings
         self._is_local = settings["cluster"] == "local"
@@ -97,7 +97,7 @@ class SlurmExecutor(ClusterExecutor):
             job = script.name.removesuffix("_submitted.pkl")
             if self._is_alive(job, folder):
                 return job
-        # Remove the files of an earlier attempt, because they would be taken for those of this job.
+        # Files of an earlier attempt are removed, because they would be taken for files of this job.
         (frozen.directory / "report.json").unlink(missing_ok=True)
         shutil.rmtree(frozen.exchange, ignore_errors=True)
         frozen.exchange.mkdir()
@@ -140,7 +140,7 @@ class SlurmExecutor(ClusterExecutor):
         given = {name: settings[name] for name in OPTIONS if settings[name] is not None}
         if settings["mem_gb"] is not None:
             given["mem"] = f"{math.ceil(1024 * settings['mem_gb'])}MB"
-        # Some clusters queue a job again only with requeue.
+        # Some clusters queue a job again only if the option `requeue` is set.
         own = {"signal": f"USR1@{settings['signal_delay_s']}", "requeue": True}
         executor.update_parameters(
             **common,
@@ -148,7 +148,7 @@ class SlurmExecutor(ClusterExecutor):
             nodes=settings["nodes"] or placed.nodes,
             ntasks_per_node=placed.ranks_per_node,
             time=max(1, math.ceil(settings["timeout_min"])),
-            # A rank that dies ends the others.
+            # If a rank dies, SLURM ends the other ranks of the job.
             srun_args=["--kill-on-bad-exit=1", *settings["srun_args"]],
             additional_parameters={**settings["additional_parameters"], **own},
             **({"setup": list(settings["setup"])} if settings["setup"] else {}),
@@ -175,7 +175,7 @@ class SlurmExecutor(ClusterExecutor):
             return {}
         states = {job: said.get(job, UNKNOWN) for job in ids}
         over = {job: state for job, state in states.items() if state not in ALIVE}
-        # A preempted job may return to the queue.
+        # A preempted job may return to the queue, so it counts as ended only after a second read.
         doubted = {job for job, state in over.items() if state in DOUBTED}
         sure = {job: state for job, state in over.items() if job not in doubted or job in self._doubted}
         self._doubted = doubted
@@ -220,7 +220,7 @@ class SlurmExecutor(ClusterExecutor):
 
 
 def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
-    """Return the SLURM state of each job by job ID, including recently ended jobs; None if squeue fails."""
+    """Return the SLURM states by job ID, including those of recently ended jobs; None if squeue fails."""
     command = ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--jobs={','.join(jobs)}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,6 +1,7 @@
-"""A task of a job on a cluster: starts one rank in a new interpreter, forwards signals, and reports its end.
+"""A task of a cluster job, which starts one rank in a new interpreter.
 
-A scheduler starts one task per rank. The task reports the end of a rank that was killed.
+A scheduler starts one task per rank. The task forwards signals to its rank. If the rank is killed, the task reports the
+end of the rank.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ def run_task(
     The environment variables of the scheduler determine the number of the rank.
 
     Args:
-        directory: Directory of the frozen run.
-        exchange: Folder in which ranks report to the sweep.
+        directory: Run directory with the frozen config.
+        exchange: Folder through which ranks report to the sweep.
         outputs: Paths of the output files, indexed by rank. Each rank appends to its file.
-        folders: Import path of the sweep, which the rank uses as well.
+        folders: Import path (sys.path) of the sweep. The rank uses the same import path.
         arguments: Command-line arguments of exp.worker that follow the directory.
-        cpus: Number of CPUs of each task, which becomes the number of threads. None leaves the number unchanged.
+        cpus: Number of CPUs of each task. The rank uses the same number of threads. None: the number of threads is not
+            set.
 
     Raises:
-        SystemExit: The status of the rank is not 0.
+        SystemExit: The exit status of the rank is not 0.
     """
     rank = rank_here()
     place = Path(exchange)
-    for name in ("json", "hang"):  # of an earlier task, if the job was queued again
+    for name in ("json", "hang"):  # files of an earlier task, if the job was queued again
         (place / f"rank{rank.global_rank}.{name}").unlink(missing_ok=True)
     environment = _environment(rank, place, cpus=cpus) | {IMPORT_PATH: "\n".join(folders)}
     command = [sys.executable, "-P", "-u", "-c", BOOTSTRAP, "exp.worker", directory, *arguments]
@@ -70,7 +72,7 @@ def run_task(
 
 
 def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank of this task, from the variables of SLURM or of submitit's local executor."""
+    """Return the rank of this task, which the variables of SLURM or of submitit's local executor determine."""
     if "SUBMITIT_EXECUTOR" not in environment or environment["SUBMITIT_EXECUTOR"] != "local":
         return rank_of({name: value for name, value in environment.items() if name not in FOREIGN})
     ranks = int(environment["SUBMITIT_LOCAL_NTASKS"])
@@ -81,7 +83,13 @@ def rank_here(environment: Mapping[str, str] = os.environ) -> Rank:
 def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, str]:
     """Return the environment variables of a rank.
 
-    Ranks find each other through SLURM's variables. With submitit's local executor they use a file in `exchange`.
+    On SLURM, ranks find each other through SLURM's variables. Under submitit's local executor, they find each other
+    through a file in `exchange`.
+
+    Args:
+        rank: The rank.
+        exchange: Folder through which ranks report to the sweep.
+        cpus: Number of threads of the rank. None: the number is not set.
     """
     if os.environ["SUBMITIT_EXECUTOR"] == "local":
         environment = rank_environment(
@@ -91,5 +99,5 @@ def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, s
         environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         if cpus is not None:
             environment["OMP_NUM_THREADS"] = str(cpus)
-    # A scheduler may send several signals before SIGKILL.
+    # A scheduler may send several signals before SIGKILL, so the rank must expect repeated signals.
     return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve TensorBoard until Ctrl-C or SIGTERM.
 
     Returns:
-        0 after Ctrl-C; 143 after SIGTERM; 2 if there is nothing to show or the address is not free.
+        Exit status: 0 after Ctrl-C, 143 after SIGTERM, or 2 if there is nothing to show or the address is not free.
     """
     arguments = _arguments(argv)
     count = len(find_event_folders(arguments.directory))
@@ -87,7 +87,7 @@ def find_event_folders(directory: Path) -> list[Path]:
 
 def page_for(directory: Path, *, runs: int) -> str:
     """Return the page to open: "hparams" for a sweep with several runs, else "overview"."""
-    # A sweep that still runs has no table, and is recognized by its path.
+    # A running sweep has no table yet, so its path is checked as well.
     is_one = runs > 1 and (directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory))
     return "hparams" if is_one else "overview"
 

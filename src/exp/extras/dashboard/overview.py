@@ -14,7 +14,7 @@ from tensorboard.plugins import base_plugin
 from exp.shared_types import split_tag
 from exp.tensorboard.event_file import read_curves
 
-# Tags after losses, metrics and learning rates.
+# Tags that are pinned after losses, metrics and learning rates.
 LOOKED_AT = ("gradients/norm/total", "gradients/update_ratio/total", "throughput/samples_per_second")
 MOST_PINNED = 9
 
@@ -44,14 +44,14 @@ class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
 
 
 def question(directory: Path) -> str:
-    """Return the query string of the address that pins the curves of the newest run with scalars.
+    """Return the query string of the address of Time Series that pins the curves of the newest run with scalars.
 
     Args:
         directory: Folder with the links to runs.
     """
     runs: dict[Path, float] = {}
     for run in directory.iterdir():
-        with contextlib.suppress(OSError):  # a run may be removed meanwhile
+        with contextlib.suppress(OSError):  # the run may have been removed since iterdir
             runs[run] = run.stat().st_mtime
     newest_first = sorted(runs, key=runs.__getitem__, reverse=True)
     found = next((tags for run in newest_first if (tags := in_order(_tags_of(run)))), [])
@@ -74,10 +74,10 @@ def _tags_of(run: Path) -> set[str]:
 def in_order(tags: Iterable[str]) -> list[str]:
     """Return the most important tags, at most MOST_PINNED, in the order in which they are pinned."""
     known = sorted(tags)
-    # Tags of the test are left out, because a test has one point, which report.md shows.
+    # Tags of the test split are left out, because a test has only one point, which report.md shows.
     named = {tag: split_tag(tag) for tag in known}
     losses = [tag for tag, (name, stage) in named.items() if name.startswith("loss") and stage in ("train", "val")]
-    losses = [tag for tag in losses if "/" not in named[tag][0]]  # the sum of several terms
+    losses = [tag for tag in losses if "/" not in named[tag][0]]  # only the sum of all terms
     metrics = [tag for tag, (name, stage) in named.items() if stage == "val" and "/" not in name and tag not in losses]
     rates = [tag for tag in known if tag.startswith("optimizer/lr/")]
     first = (*losses, *metrics, *rates, *LOOKED_AT)

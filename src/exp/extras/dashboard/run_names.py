@@ -1,4 +1,7 @@
-"""Creates a folder of links that are named by the overrides of runs, because TensorBoard names runs by their folders.
+"""Creates a folder of links to runs, because TensorBoard names runs by their folders.
+
+The name of a link has the overrides of the run and the last two folders of its path. These folders are the date and the
+time, or the time of a sweep and the number of the job. Examples:
 
 lr=0.01 model=lenet · 2026-01-31 09-39-17
 lr=0.1 seed=2 · 09-41-02 7
@@ -18,16 +21,18 @@ from exp.errors import ExpError
 from exp.tensorboard.event_file import EVENTS
 from exp.tensorboard.hparams import OF_SWEEP
 
-# Keys that are no hyperparameters.
+# Overrides of these keys are no hyperparameters and are left out of names.
 PASSED_OVER = ("hydra", "name", "resume", "tags", "print_config")
 # Folders without runs.
 PASSED_BY = ("checkpoints", "pictures", "predictions", "report")
-# The longest name in bytes; file systems take 255.
+# Largest length of a name in bytes. File systems allow 255 bytes.
 LONGEST = 120
 
 
 class LinkedRuns:
-    """Creates links with unique, stable names to all folders with event files at and below a directory.
+    """Folder of links to all folders with event files at and below a directory.
+
+    The names of the links are unique and stable.
 
     Args:
         directory: outputs, a sweep, or a run.
@@ -55,7 +60,10 @@ class LinkedRuns:
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """Return the folders at and below a directory that contain TensorBoard events of runs, without those of sweeps."""
+    """Return the folders at and below a directory that contain TensorBoard events of runs.
+
+    A folder that contains only the events of a sweep is left out.
+    """
     runs: list[Path] = []
     for folder, inner, files in os.walk(directory):
         if any(fnmatch.fnmatchcase(name, EVENTS) and not name.endswith(OF_SWEEP) for name in files):
@@ -68,7 +76,10 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def run_name(folder: Path, *, below: Path) -> str:
-    """Return the name of a link: overrides, date and time of a run, or the relative path of a folder that is no run.
+    """Return the name of the link to a folder.
+
+    The name of a run has its overrides, date and time. A folder that is no run is named by its path relative to
+    `below`.
 
     Args:
         folder: The folder of event files.
@@ -96,7 +107,7 @@ def _overrides(run: Path) -> list[str] | None:
 def _short(typed: Sequence[str]) -> list[str]:
     """Return the overrides in short form.
 
-    `optimizer.lr=0.01` becomes `lr=0.01` if no other key ends in `lr`. Paths lose their folders.
+    `optimizer.lr=0.01` becomes `lr=0.01` if no other key ends in `lr`. A path is shortened to its last part.
     """
     parted = [one.partition("=") for one in typed]
     parted = [one for one in parted if one[0].lstrip("+~").partition(".")[0] not in PASSED_OVER]

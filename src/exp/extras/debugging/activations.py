@@ -15,7 +15,7 @@ from exp.hooks.panels import Column, Healthy, Histogram
 from exp.hooks.step import Step
 from exp.nested import tensors_in
 
-# Fraction of a bounded module's range within which an output counts as saturated.
+# An output counts as saturated if its distance to a bound is at most this fraction of the range between the bounds.
 MARGIN = 0.01
 # Bounds of modules with a bounded output. Hardtanh and its subclasses have attributes for their bounds.
 BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
@@ -41,26 +41,27 @@ HEALTHY: dict[str, Healthy] = {
 class Activations(Hook):
     """Hook that logs statistics of the output of each module.
 
-    The statistics cover the batch of a due step, over all ranks and micro-batches. Each statistic is a heat map, layers
-    by steps, whose numbers are saved in the run's table.csv. With `each_layer` they are also scalars under
-    `activations/<statistic>/<module>`:
+    The statistics cover the batch of a recorded step, over all ranks and micro-batches. Each statistic is shown as a
+    heat map of layers by steps. The numbers are also saved in table.csv of the run directory. If `each_layer` is true,
+    they are also logged as scalars, `activations/<statistic>/<module>`. The tags of the heat maps are:
 
     `activations/mean`, `activations/std`: mean and standard deviation over all entries of the output. The variance
     divides by the number of entries.
     `activations/zeros`: fraction of entries that are 0.
-    `activations/dead_units`: fraction of units whose entries are all 0. A unit is a feature (last axis of `[B, C]` and
+    `activations/dead_units`: fraction of units with only zero entries. A unit is a feature (last axis of `[B, C]` and
     `[B, T, C]`) or a channel (axis 1 of `[B, C, H, W]`).
-    `activations/saturated`: for bounded modules, fraction of entries within 1 percent of the range of a bound. For
-    ReLU6 only the upper bound counts.
-    `activations/histogram/<module>`: if requested, histogram of the last micro-batch of rank 0.
+    `activations/saturated`: for modules with a bounded output, fraction of entries near a bound, closer than 1 percent
+    of the range. For ReLU6 only the upper bound counts.
+    `activations/histogram/<module>`: if `histogram` is true, histogram of the last micro-batch of rank 0.
 
     If a module is called several times in a step, all its calls count. If it returns several tensors, the first one
     counts. Functions in a forward program are not modules. Statistics are computed in float32 and merged in float64.
 
     Args:
-        every_n_steps: Steps between two records. `auto` depends on the length of the run. Default: auto.
+        every_n_steps: Optimizer steps between two records. `auto`: the number depends on the length of the run.
+            Default: auto.
         each_layer: Whether the statistics are also logged as scalars. Default: False.
-        modules: Patterns of modules. `*` alone selects layers: modules without submodules. Default: *.
+        modules: Name patterns of modules. `*` alone selects layers: modules without submodules. Default: *.
         histogram: Whether histograms are logged. Default: False.
     """
 
@@ -132,13 +133,14 @@ class Activations(Hook):
 
 @dataclass(slots=True)
 class _Seen:
-    """Calls of one module in a step.
+    """Record of the calls of one module in a step.
 
     Attributes:
         bounded: Whether the module's output has bounds.
         parts: Statistics of each call.
-        live: Bool vector that marks units with an entry other than 0, by number of units.
-        last: Output of the last call; None if no histogram is requested.
+        live: Bool vectors by their length, which is the number of units. True marks a unit with a nonzero entry in any
+            call.
+        last: Output of the last call. None: no histogram is requested.
     """
 
     bounded: bool
@@ -148,7 +150,7 @@ class _Seen:
 
 
 def figures(output: Tensor, module: nn.Module) -> Tensor:
-    """Return five statistics of a module's output: COUNT, MEAN, SQUARES, ZEROS, SATURATED.
+    """Return five statistics of a module's output, at the indices COUNT, MEAN, SQUARES, ZEROS and SATURATED.
 
     Returns:
         Vector `[5]`, float64 (float32 on mps).
@@ -184,21 +186,21 @@ def merge_figures(parts: Sequence[Tensor]) -> Tensor:
 
 
 def live_units(output: Tensor) -> Tensor:
-    """Return a bool vector `[C]` that marks units with an entry other than 0."""
+    """Return a bool vector `[C]` that is True for each unit with a nonzero entry."""
     axis = 1 if output.dim() > 3 else output.dim() - 1
     others = [one for one in range(output.dim()) if one != axis]
     return (output.abs().amax(others) if others else output.abs().amax()[None]) != 0
 
 
 def bounds_of(module: nn.Module) -> tuple[float, float] | None:
-    """Return the lower and upper bound of a module's output; None if it has no bounds."""
+    """Return the lower and upper bound of a module's output; None if the output has no bounds."""
     if isinstance(module, nn.Hardtanh):  # also covers ReLU6, a subclass
         return float(module.min_val), float(module.max_val)
     return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
 
 
 def count_saturated(values: Tensor, module: nn.Module) -> Tensor:
-    """Return the number of entries at a bound, 0-d. It is 0 for a module without bounds."""
+    """Return the number of entries at a bound, 0-d. The number is 0 for a module without bounds."""
     bounds = bounds_of(module)
     if bounds is None:
         return values.new_zeros(())

@@ -1,4 +1,4 @@
-"""Base class of the hooks `operators` and `dtypes`, which are due at a list of optimizer steps."""
+"""Base class of the hooks `operators` and `dtypes`, which run at a list of optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ StepNumbers = Annotated[Sequence[Annotated[int, Ge(1)]], "optimizer steps counte
 
 
 class OnChosenSteps(Hook):
-    """Base class of hooks that are due at a list of optimizer steps.
+    """Base class of hooks that run at a list of optimizer steps.
 
     Args:
         steps: Optimizer steps, counted from 1. Default: 1.
-        modules: Patterns of modules; see Hook. Default: *.
+        modules: Name patterns of modules; see Hook. Default: *.
     """
 
     def __init__(self, *, steps: StepNumbers = (1,), modules: Sequence[str] = ("*",)) -> None:

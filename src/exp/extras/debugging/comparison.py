@@ -26,9 +26,9 @@ class Record:
         kind: Name of the layer's class.
         dtype: Dtype of the layer's output.
         outputs: Outputs, flattened and in float64, one entry per call.
-        output_gradients: Gradients with respect to the outputs, scaled like the loss.
-        gradient: Gradient of the layer's parameters, or of its outputs if it has no parameters. It is divided by the
-            loss scale.
+        output_gradients: Gradients with respect to the outputs, one entry per call, multiplied by the loss scale.
+        gradient: Gradient of the layer's parameters, or of its outputs if the layer has no parameters. It is divided by
+            the loss scale.
     """
 
     kind: str
@@ -91,8 +91,9 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     Args:
         reference: Network that runs in float32.
         chosen: Network with float32 weights that is converted to the precision.
-        loss: Function that returns the 0-d loss of a network. For `chosen` it is called under the precision's autocast.
-        precision: Precision of `chosen`. It must not belong to a run.
+        loss: Function that returns the 0-d loss of a network. For `chosen`, it is called under the precision's
+            autocast.
+        precision: Precision of `chosen`. The object must not be used by a run.
         seed: Seed for layers that draw random numbers.
     """
     expected: dict[str, Record] = {}
@@ -101,7 +102,7 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), dropout_off(reference, chosen):
         torch.manual_seed(seed)
         handles = record_outputs(reference, expected)
-        # By default torch allows convolutions to use TensorFloat-32.
+        # TensorFloat-32 is disabled, because torch uses it for convolutions by default.
         with TensorFloat32(allowed=False):
             value32 = loss(reference)
             torch.autograd.backward(value32)
@@ -156,7 +157,7 @@ def _layer(
 ) -> LayerComparison:
     output, output32 = _join(found.outputs), _join(expected.outputs)
     gradient, gradient32 = found.gradient, expected.gradient
-    # Under autocast the gradients of float32 parameters are results of half precision products.
+    # Under autocast, gradients of float32 parameters are computed in half precision, so they underflow at its limit.
     lost = [_count_lost(output, output32, torch.finfo(found.dtype).smallest_normal)]
     lost.append(_count_lost(gradient * scale, gradient32, torch.finfo(half).smallest_normal))
     counted = sum(count for _, count in lost)
@@ -217,9 +218,14 @@ def _record(module: nn.Module, inputs: object, output: object, *, name: str, rec
 
 
 def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale: float) -> None:
-    """Set the gradient of each record, divided by the scale.
+    """Set `gradient` of each record to the gradient of the layer's parameters, divided by the loss scale.
 
-    The gradient is that of the layer's parameters. For a layer without parameters it is that of the outputs.
+    If a layer has no parameters, the gradient of its outputs is used instead.
+
+    Args:
+        network: Network after the backward pass.
+        records: Records by name of the layer.
+        scale: The loss scale.
     """
     modules = dict(network.named_modules())
     for name, record in records.items():
@@ -229,7 +235,7 @@ def record_gradients(network: nn.Module, records: Mapping[str, Record], *, scale
 
 @contextmanager
 def dropout_off(*networks: nn.Module) -> Iterator[None]:
-    """Disable dropout, because two precisions would draw different masks."""
+    """Disable dropout within the block, because two precisions would draw different masks."""
     layers = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     silent = [m for network in networks for m in network.modules() if isinstance(m, layers) and m.training]
     for module in silent:
@@ -247,7 +253,8 @@ def _first(output: object) -> Tensor | None:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    # Copy tensors that are already float64 on the CPU as well, because later operations may change them in place.
+    # `copy` is needed for tensors that are already float64 on the CPU, because later operations may change them in
+    # place.
     return tensor.detach().to("cpu", torch.float64, copy=True).flatten()
 
 

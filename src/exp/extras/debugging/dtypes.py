@@ -1,4 +1,4 @@
-"""The hook `dtypes`: the dtypes of each layer."""
+"""The hook `dtypes`: logs the dtypes of each layer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ HEADER = "| layer | type | inputs | output | parameters | kept |\n|---|---|---|-
 
 
 class Dtypes(OnChosenSteps):
-    """Logs the dtypes of the inputs, output and parameters of each layer, as the table `dtypes`.
+    """Hook that logs the dtypes of the inputs, output and parameters of each layer, as the table `dtypes`.
 
-    If the dtypes of inputs and output differ, autocast, precision.keep or the layer itself casts. The column `kept` is
-    the dtype in which the run keeps a layer. The reason is precision.keep, or that the precision has no kernel for the
-    layer. Only rank 0 is shown. The row of a layer that is called several times lists the dtypes of all calls.
+    If the dtypes of inputs and output differ, autocast, precision.keep or the layer itself casts. The column `kept`
+    contains a dtype if the run keeps the layer in this dtype. The reason is precision.keep, or that the precision has
+    no kernel for the layer. Only rank 0 is shown. If a layer is called several times, its row lists the dtypes of all
+    calls.
 
     Args:
-        steps: Optimizer steps, counted from 1.
-        modules: Patterns of the layers in the table. Containers without own parameters are no layers.
+        steps: Optimizer steps, counted from 1. Default: 1.
+        modules: Name patterns of the layers in the table. Modules with submodules and without direct parameters are
+            left out. Default: *.
     """
 
     needs = frozenset({"all_layers", "one_thread"})

@@ -1,9 +1,10 @@
 """Records the calls of modules in a forward, and finds the module that created a node of autograd's graph.
 
 The module uses private functions of autograd (torch 2.13; tests/hooks/test_operators.py fails if they change).
-`_sequence_nr` of a node is its number among the nodes of one thread, and `_get_sequence_nr` the number of the next
-node. `_current_autograd_node` is the node whose backward runs in this thread. `torch.utils.module_tracker` does
-not support in-place operations and functions between layers.
+`_sequence_nr` returns the number of a node. Nodes of one thread are numbered in the order of their creation.
+`_get_sequence_nr` returns the number of the next node. `_current_autograd_node` returns the node that computes its
+backward in this thread. `torch.utils.module_tracker` is not used, because it does not support in-place operations and
+functions between layers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Call:
 
     Args:
         name: Name of the module.
-        first: Number of the first autograd node that the call, including its inner calls, may create.
-        end: Number after that of the last node; None while the call runs.
-        around: The call that contains this call; None for the outermost call.
+        first: Number of the first autograd node that the call may create. Nodes of inner calls count as well.
+        end: Number of the call's last autograd node plus 1. None: the call is running.
+        around: The call that contains this call. None: this is the outermost call.
     """
 
     name: str
@@ -36,10 +37,10 @@ class Call:
 
 
 class ModuleCalls:
-    """The calls of modules in a forward.
+    """Record of the calls of modules in a forward.
 
     Args:
-        outside: Name that is returned for work outside all modules.
+        outside: Name that is returned for operations outside all modules.
     """
 
     def __init__(self, *, outside: str = "") -> None:
@@ -55,9 +56,9 @@ class ModuleCalls:
         return call
 
     def end(self, name: str) -> Call | None:
-        """End the last open call of a module and the calls inside it, and return this call.
+        """End the last open call of a module, and return the call; None if the module has no open call.
 
-        Return None if the module has no open call.
+        Open calls inside the ended call also end.
         """
         call = self._open
         while call is not None and call.name != name:
@@ -73,7 +74,7 @@ class ModuleCalls:
         return self.outside if self._open is None else self._open.name
 
     def maker(self, node: Node) -> str:
-        """Return the name of the innermost module whose forward created a node."""
+        """Return the name of the innermost module that created a node in its forward, or `outside`."""
         number = number_of(node)
         # The last call that began before the node, or one of the calls around it, created the node.
         place = bisect_right(self._calls, number, key=attrgetter("first")) - 1
@@ -89,19 +90,22 @@ def next_number() -> int:
 
 
 def number_of(node: Node) -> int:
-    """Return the number of a node. Nodes that accumulate gradients of parameters have the largest numbers."""
+    """Return the number of an autograd node. Nodes that accumulate gradients of parameters have the largest numbers."""
     return node._sequence_nr()
 
 
 def running_node() -> Node | None:
-    """Return the node whose backward runs; None outside a backward."""
+    """Return the autograd node that computes its backward now; None outside a backward."""
     return torch._C._current_autograd_node()
 
 
 def nodes_of(tensor: Tensor) -> Iterator[Node]:
-    """Yield each node that a backward from `tensor` may run, including accumulations of gradients of parameters."""
+    """Yield each autograd node that a backward from `tensor` may run.
+
+    The nodes include those that accumulate gradients of parameters.
+    """
     waiting = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    # The set has the nodes instead of their ids, because Python may reuse the id of a node without references.
+    # The set contains nodes instead of ids, because Python may give the id of a deleted node to a new node.
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

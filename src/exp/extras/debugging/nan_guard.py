@@ -1,4 +1,4 @@
-"""The hook `nan_guard`: ends the run before an optimizer takes a loss or a gradient that is not finite."""
+"""The hook `nan_guard`: ends the run before an optimizer step with a loss or a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class NanGuard(Hook):
-    """Ends the run before an optimizer step if the loss or a gradient is not finite.
+    """Hook that ends the run before an optimizer step if the loss or a gradient is not finite.
 
-    The weights stay as they were before the step. The error names the first module with a value that is not finite. A
-    gradient is not finite if its 2-norm is not finite.
+    The weights keep their values from before the step. The error names the first module with a value that is not
+    finite. A gradient counts as not finite if its 2-norm is not finite.
 
-    With the loss scale of fp16, gradients that are not finite are routine, and the optimizer skips the step. In that
-    case the run ends only if the loss is not finite or the scale is below 1.
+    Under fp16 with a loss scaler, gradients that are not finite are normal, and the optimizer skips the step. In that
+    case the run ends only if the loss is not finite or the loss scale is below 1.
 
     The hook makes each step wait for the device.
     """
@@ -41,7 +41,10 @@ class NanGuard(Hook):
         self._before: dict[str, Tensor] = {}
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield an error for each optimizer that may run the network several times per step."""
+        """Yield the errors of the base class, and an error for each unsupported optimizer.
+
+        An optimizer is not supported if it may run the network several times per step.
+        """
         yield from super().errors(planned)
         # Optimizers of phases get no closure.
         for kind in planned.optimizers if not planned.settings.phases else ():
@@ -81,7 +84,7 @@ class NanGuard(Hook):
 
 
 def _is_bad(update: Update) -> bool:
-    """Return whether the loss or a gradient prevents the step. The call waits for the device."""
+    """Return whether the run must end because the loss or a gradient is not finite. The call waits for the device."""
     if not all(math.isfinite(loss) for loss in map(float, update.losses)):
         return True
     if update.scale is not None and float(update.scale) >= 1.0:
@@ -93,7 +96,7 @@ def _is_bad(update: Update) -> bool:
 
 def _trace(update: Update) -> Trace:
     try:
-        assert isinstance(update.module, TrainingModule)  # the check allows no other module
+        assert isinstance(update.module, TrainingModule)  # the config check allows no other module
         return trace_of(update.module, update.window)
     except Exception as error:  # out of memory, or a network that cannot run twice: the run must end in any case
         where = f"The step could not be run again to find the module: {type(error).__name__}: {error}."
@@ -101,10 +104,10 @@ def _trace(update: Update) -> Trace:
 
 
 class Finding(NamedTuple):
-    """The finding of one rank.
+    """Result of the check on one rank.
 
     Args:
-        loss: The first loss that is not finite; 0.0 if all are finite.
+        loss: The first loss that is not finite. 0.0: all losses are finite.
         trace: The result of running the step again on this rank alone.
     """
 

@@ -1,4 +1,4 @@
-"""The hook `operators`: the operator calls of selected steps."""
+"""The hook `operators`: logs the operator calls of selected steps."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from exp.nested import tensors_in
 from exp.shared_types import dtype_name
 
 HEADER = "| calls | module | operator | shapes | dtypes |\n|---:|---|---|---|---|"
-# Work of a backward outside all modules: the gradient of the loss, and gradients that reach parameters.
+# Module names for backward operators outside all modules. AUTOGRAD: the gradient of the loss. PARAMETERS: gradients
+# that are accumulated in parameters.
 AUTOGRAD, PARAMETERS = "(autograd)", "(parameters)"
 
 
 class Operators(OnChosenSteps):
-    """Lists the operator calls of the forward and backward passes of a step.
+    """Hook that lists the operator calls of the forward and backward passes of a step.
 
     A row has the number of equal calls, their module, operator, shapes and dtypes. A cast by autocast is the operator
-    `_to_copy`. The list is logged as the text `operators`. It covers rank 0 and all micro-batches of the step.
-    Operators of the optimizer are left out.
+    `_to_copy`. The list is logged as a text with the tag `operators`. It covers rank 0 and all micro-batches of the
+    step. Operators of the optimizer are left out.
 
     Args:
-        steps: Optimizer steps, counted from 1.
-        modules: Patterns of modules. A call in another module is assigned to the matching module that contains it.
+        steps: Optimizer steps, counted from 1. Default: 1.
+        modules: Name patterns of modules. A call in a module that does not match is assigned to the matching module
+            that contains it. Default: *.
     """
 
     needs = frozenset({"whole_parameters", "all_layers", "own_backward", "one_thread"})
@@ -82,12 +84,12 @@ class Operators(OnChosenSteps):
 
 
 class OperatorCall(NamedTuple):
-    """Properties that equal operator calls share.
+    """Properties of an operator call. Calls with equal properties are counted together.
 
     Args:
         direction: forward or backward.
-        module: Innermost module of the call. A call in the backward belongs to the module whose forward created its
-            autograd node. The name is `objective` for the loss.
+        module: Name of the innermost module of the call. A backward call belongs to the module that created its
+            autograd node in the forward. The name is `objective` for the loss.
         operator: Name of the operator in torch, without `aten`.
         shapes: Shapes of the input and output tensors.
         dtypes: Dtypes of the input and output tensors.
@@ -101,10 +103,10 @@ class OperatorCall(NamedTuple):
 
 
 class OperatorCalls:
-    """Counts operator calls, in the order of their first occurrence.
+    """Counter of operator calls, in the order of their first occurrence.
 
     Calls of the forward are counted inside the block `forward()`. Calls of the backward are counted between
-    `begin_backward` and `end_backward`, in the thread that calls backward.
+    `begin_backward` and `end_backward`, in the thread that runs the backward.
     """
 
     def __init__(self) -> None:
@@ -127,7 +129,7 @@ class OperatorCalls:
         self._backward.enter_context(self._dispatch)
 
     def end_backward(self) -> None:
-        """Stop counting calls of the backward. Without a running backward, do nothing."""
+        """Stop counting calls of the backward. If no backward is running, do nothing."""
         self._in_backward = False
         self._backward.close()
 
@@ -146,7 +148,12 @@ class OperatorCalls:
 
 
 def _maker(node: Node | None, modules: ModuleCalls) -> str:
-    """Return the name of the module to which a call in the backward belongs."""
+    """Return the name of the module to which a backward call belongs.
+
+    Args:
+        node: Autograd node that runs the call. None: the call belongs to no node.
+        modules: Calls of modules in the forward.
+    """
     if node is None:
         return AUTOGRAD
     return PARAMETERS if node.name().endswith("AccumulateGrad") else modules.maker(node)

@@ -1,4 +1,4 @@
-"""python -m exp.precision [overrides]: compares the layers of a network in a precision with float32."""
+"""python -m exp.precision [overrides]: compares the layers of a network in a precision with those in float32."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     """Print the comparison with float32 for the run that `python -m exp.train` would train with the same command line.
 
     Returns:
-        0 after the table; 2 after the list of errors.
+        Exit status: 0, or 2 if the config has errors.
     """
-    # Imported here because `main` answers a Ctrl-C during the import of Hydra.
+    # Imported here, so that `main` handles a Ctrl-C during the import of Hydra.
     from exp.cli.command_line import answer_question, parse_arguments
 
     arguments = parse_arguments(argv, program=PROGRAM)
@@ -52,14 +52,14 @@ def report(plan: Plan) -> str:
     """Return the comparison of a plan's network with float32 as Markdown.
 
     Raises:
-        ConfigError: The run has phases, a LightningModule, or no term of one forward pass.
+        ConfigError: The run has phases, a LightningModule, or no objective term that needs only one forward pass.
     """
     refuse_several(plan)
     return as_markdown(compare_plan(plan))
 
 
 def refuse_several(plan: Plan) -> None:
-    """Raise ConfigError if the run has phases, a LightningModule, or no term that needs only one forward pass."""
+    """Raise ConfigError if the run has phases, a LightningModule, or no objective term with only one forward pass."""
     expected = "a network of the group model, whose loss needs one forward pass"
     if plan.own is not None:
         raise config_error("module", got="a LightningModule", expected=expected)
@@ -91,7 +91,7 @@ def compare_plan(plan: Plan) -> Comparison:
     settings, device = plan.settings, torch.device(plan.placement.device(0))
     precision = settings.precision
     part = plan.objective.only(_terms(plan)).to(device)
-    # The weights of a loss are float64 with the network under fp64.
+    # Under fp64, the weights of the loss are float64, like those of the network.
     parts = part, copy.deepcopy(part).double() if WORDS[precision.word].double else part
     batch = next(iter(plan.data.loader("train", rank=0, world_size=plan.placement.data_ranks)))
     data = move_tensors(batch.data, device)
@@ -109,7 +109,7 @@ def compare_plan(plan: Plan) -> Comparison:
 
     def loss(network: nn.Module) -> Tensor:
         is_chosen = network is chosen
-        # A copy, because a first layer may work in place.
+        # The data are copied, because the first layer may change its input in place.
         given = map_tensors(data, torch.clone)
         given = plugin.convert_input(given) if is_chosen else given
         values = forward_by_name(network, tuple(plan.spec.inputs))(network, given)

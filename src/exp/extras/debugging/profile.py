@@ -1,4 +1,4 @@
-"""The hook `profile`: a trace of some steps by torch.profiler, as files and a table."""
+"""The hook `profile`: records some steps with torch.profiler, and writes a trace and a table."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ PANEL_ROWS = 30
 
 
 class Profile(Hook):
-    """Records the operators of some steps, and writes two files to `<name of the hook>/` in the run directory.
+    """Hook that records the operators of some steps, and writes files to `<name of the hook>/` in the run directory.
 
         trace.rank0.json.gz      a Chrome trace, for https://ui.perfetto.dev and chrome://tracing
         operators.rank0.md       torch's table of operators; its first 30 rows are logged as `profile/operators`
 
-    Steps, forwards and backwards are ranges in the trace. A recorded step is slower, in proportion to its number of
-    operators. Shares of time are therefore meaningful, and absolute times are not. If the run ends before the last of
-    these steps, the hook writes the steps that it recorded.
+    The trace has a range for each step, forward and backward. A recorded step is slower, in proportion to its number of
+    operators. Shares of time are therefore meaningful, and absolute times are not. If the run ends before the last step
+    to record, the hook writes the steps that it recorded.
 
     Args:
-        start_step: The first recorded step, counted from 1.
-        steps: Number of recorded steps.
-        warmup: Number of steps before start_step that are profiled and discarded, because the first profiled step is
-            slow.
-        ranks: Global ranks that record. Each rank writes separate files, and only the table of rank 0 is logged.
-        shapes: Whether the table has a separate row for each combination of input shapes.
-        memory: Whether memory allocations are recorded.
-        stacks: Whether the trace has the Python functions that call operators. This is slow.
+        start_step: The first recorded step, counted from 1. Default: 10.
+        steps: Number of recorded steps. Default: 3.
+        warmup: Number of steps before start_step that are profiled and discarded, because the first profiled steps are
+            slow. Default: 2.
+        ranks: Global ranks that record, or "all". Each rank writes separate files, and only the table of rank 0 is
+            logged. Default: rank 0.
+        shapes: Whether the table has a separate row for each combination of input shapes. Default: True.
+        memory: Whether memory allocations are recorded. Default: True.
+        stacks: Whether the trace has the Python functions that call operators. This is slow. Default: False.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Profile(Hook):
 
     def due(self, index: int) -> bool:
         if index > self.last and not self._recorded:
-            self._is_waiting = False  # a run that was resumed after its window
+            self._is_waiting = False  # the run was resumed after the last step to record
         return self._is_waiting and self.first <= index <= self.last
 
     def passed(self, boundary: Boundary, step: Step) -> None:
@@ -132,7 +133,8 @@ class Profile(Hook):
         return self._end() if step.index == self.last else None
 
     def ended(self) -> None:
-        # Before the strategy is torn down: fsdp cannot be torn down while a profiler refers to its parameters.
+        # Called before the strategy is torn down, because fsdp cannot be torn down while a profiler refers to its
+        # parameters.
         self.teardown()
 
     def teardown(self) -> None:
@@ -144,7 +146,7 @@ class Profile(Hook):
         try:
             self._end()
         except Exception:
-            # The run may be ending with another error, which must not be replaced by this one.
+            # If the run ends because of another error, this error must not replace it.
             log.exception("hooks.%s: the recorded steps could not be written", self.name)
             return
         log.warning(
@@ -173,10 +175,10 @@ class Profile(Hook):
             record_shapes=self._shapes,
             profile_memory=self._memory,
             with_stack=self._stacks,
-            # One cycle; without it, torch 2.11 warns that a second one would clear the events.
+            # There is one cycle. If acc_events is False, torch 2.11 warns that a second cycle would clear the events.
             acc_events=True,
         )
-        # The hook has its own ranges of steps, with the numbers of optimizer steps.
+        # The profiler adds no ranges of steps, because the hook adds ranges with the numbers of optimizer steps.
         self._profiler.record_steps = False
         self._profiler.start()
 

@@ -16,11 +16,11 @@ from exp.shared_types import Batch
 class StateAt(Callback):
     """Callback of `exp.resume RUN --verify`, which trains a run again up to a position and saves the state.
 
-    The callback is not needed for the last state of a run, because last.ckpt contains it.
+    The callback is not needed for the last state of a run, because last.ckpt contains this state.
 
     Args:
-        position: Values of some or all fields of exp.engine.progress.Position. The first position with these values is
-            saved.
+        position: Values of some or all fields of exp.engine.progress.Position. The state is saved at the first position
+            with these values.
     """
 
     def __init__(self, *, position: Mapping[str, int | bool | None]) -> None:

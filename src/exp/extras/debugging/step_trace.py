@@ -36,7 +36,7 @@ class Trace(NamedTuple):
 
     Args:
         is_bad: Whether the loss or a gradient is not finite.
-        where: Sentences that name the first module with such a value; empty if all values are finite.
+        where: Sentences that name the first module with a value that is not finite. Empty if all values are finite.
     """
 
     is_bad: bool
@@ -44,7 +44,7 @@ class Trace(NamedTuple):
 
 
 def is_lost(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has a value that is nan or infinite, except the infinities of a mask."""
+    """Return whether a tensor has a nan or infinite value. The infinite values of masks are ignored."""
     return any(not _is_finite(one) and not _is_mask(one) for one in tensors)
 
 
@@ -54,7 +54,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether all values that are not finite are -inf in a tensor without a gradient, as in attention masks."""
+    """Return whether a tensor may be an attention mask.
+
+    A mask needs no gradient, and -inf is its only value that is not finite.
+    """
     return not tensor.requires_grad and not (tensor.isnan().any() or (tensor == math.inf).any())
 
 
@@ -72,7 +75,7 @@ def named_modules(network: nn.Module, objective: nn.Module) -> dict[str, nn.Modu
 
 
 class Tracer:
-    """Traces one micro-batch through a network and an objective."""
+    """Tracer of one micro-batch through a network and an objective."""
 
     def __init__(self, network: nn.Module, objective: nn.Module) -> None:
         self._modules = named_modules(network, objective)
@@ -97,17 +100,19 @@ class Tracer:
             node.register_hook(partial(self._trace_backward, node.name(), self._calls.maker(node)))
 
     def first(self, *, is_lost: bool) -> str:
-        """Return the sentence that names the first module with a value that is not finite; empty without one.
+        """Return the sentence that names the first module with a value that is not finite.
+
+        The sentence is empty if no module was found.
 
         Args:
-            is_lost: Whether the loss is not finite. In that case only the forward can be the cause.
+            is_lost: Whether the loss is not finite. If it is, only the forward can be the cause.
         """
         return self._forward if is_lost else self._backward or self._forward
 
     @torch.no_grad()
     def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
         self._count += 1
-        # Before the forward, which may change its inputs in place.
+        # The inputs are checked before the forward, because the forward may change them in place.
         self._open.append((name, self._count, not is_lost([*tensors_in(args), *tensors_in(kwargs)])))
         self._calls.begin(name)
 
@@ -124,8 +129,8 @@ class Tracer:
                 f"The first module is {self._label(name)}, in the forward: its inputs were finite, its output is not."
             )
         elif self._forward and is_fine and (not was_fine or order < self._order):
-            # A module with these inputs, or around their origin, has a finite output: the values are intended, such as
-            # a mask before a softmax.
+            # A module that got these values, or the module that contains their origin, has a finite output. The values
+            # are therefore intended, such as a mask before a softmax.
             self._forward = ""
 
     @torch.no_grad()
@@ -148,9 +153,9 @@ def run_again(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Run the forward and backward of one micro-batch of a step again, uncompiled, with a tracer as the only observer.
 
-    The buffers must have their values from before the step, and the call changes them. Parameters, their gradients and
-    the optimizer do not change. Random numbers are those of the step. If ranks share the data, every rank must call
-    this function.
+    The caller must restore the buffers to their values before the step. The call changes the buffers. It does not
+    change parameters, their gradients or the optimizer. The call draws the same random numbers as the step. If ranks
+    share the data, every rank must call this function.
 
     Args:
         module: The training module.
@@ -192,7 +197,13 @@ def _trained_in(module: TrainingModule, window: Window) -> dict[str, nn.Paramete
 
 
 def _scaled_loss(module: TrainingModule, window: Window, place: int) -> Tensor:
-    """Recompute the scaled loss of the micro-batch with index `place`, and return it with its graph, 0-d."""
+    """Recompute the loss of one micro-batch, multiplied by the loss scale, and return it with its graph, 0-d.
+
+    Args:
+        module: The training module.
+        window: The micro-batches of the step.
+        place: Index of the micro-batch in the window.
+    """
     batches, precision = module.divisors.of_step(window.batches), module.trainer.precision_plugin
     if isinstance(module, PhasedModule):
         loss = module.compute_phases([_phase_of(module, window)], *batches[place], window.turn)[1][0][0]
@@ -204,7 +215,7 @@ def _scaled_loss(module: TrainingModule, window: Window, place: int) -> Tensor:
 
 
 def trace_of(module: TrainingModule, window: Window) -> Trace:
-    """Run the micro-batches of a step again, and return the trace up to the first that is not finite."""
+    """Run the micro-batches of a step again, and return the trace up to the first micro-batch that is not finite."""
     network = module.network
     held = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     lost_before = [name for name, tensor in held.items() if is_lost([tensor])]

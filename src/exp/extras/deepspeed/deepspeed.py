@@ -1,13 +1,13 @@
-"""Strategy with DeepSpeed's ZeRO: optimizer state (stage 1) and also gradients (stage 2) are divided over the ranks.
+"""Strategy with DeepSpeed's ZeRO, which divides the optimizer state over the ranks. Stage 2 also divides the gradients.
 
 Lightning's DeepSpeedStrategy is not used, because it supports only GPUs, writes checkpoint directories that no other
 strategy reads, and replaces exp's precision and accumulation. In this module, DeepSpeed's engine wraps only the
-network. It is used through DeepSpeed's public `initialize`, `backward`, `step` and `safe_get_*`.
+network. The module calls DeepSpeed's public functions `initialize`, `backward`, `step` and `safe_get_*`.
 
-The module also uses names that are not public (tested with DeepSpeed 0.19.8). `bit16_groups` of the optimizer are the
-parameters of each group. `single_partition_of_fp32_groups` are the flat tensors with this rank's part of each group.
-Others are `_lazy_init_hp_params_optimizer_state`, `_hp_optimizer_states_linked`, `refresh_fp32_params` and
-`__compatible_ops__`.
+The module also uses names that are not public (tested with DeepSpeed 0.19.8). `bit16_groups` of DeepSpeed's optimizer
+are the parameters of each group. `single_partition_of_fp32_groups` are the flat tensors with this rank's part of each
+group. The other names are `_lazy_init_hp_params_optimizer_state`, `_hp_optimizer_states_linked`, `refresh_fp32_params`
+and `__compatible_ops__`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DeepSpeed(Strategy):
         if not is_installed("deepspeed"):
             got, _, fix = str(missing_extra()).partition(": ")
             yield ErrorDetails("strategy.name", got, "an installed package deepspeed, or another strategy", fix)
-        # Precisions without loss scaling and without casts of the network, because DeepSpeed would do both itself.
+        # DeepSpeed would scale the loss or cast the network, so only precisions that need neither are supported.
         known = [
             word.name
             for word in WORDS.values()
@@ -110,7 +110,7 @@ def missing_extra() -> MissingExtraError:
 class ZeroStrategy(ModelParallel):
     """Lightning strategy that wraps the network in DeepSpeed's engine when fit starts.
 
-    An evaluation without a fit before it runs the network without the engine.
+    If no fit precedes an evaluation, the network runs without the engine.
 
     Attributes:
         engine: The engine. None before fit starts.
@@ -130,17 +130,17 @@ class ZeroStrategy(ModelParallel):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.engine is None:
             self.engine = self._engine(trainer)
-            # Not a child of the module, so that the state dict has the network once.
+            # Stored in `__dict__`, because a submodule would add the network to the state dict a second time.
             module_of(self).__dict__["run_network"] = self.engine
 
     def _engine(self, trainer: Trainer) -> Any:
         import deepspeed
 
         deepspeed.utils.logging.logger.setLevel(logging.WARNING)
-        # DeepSpeed reads its device from the environment of this process, which is that of the rank.
+        # DeepSpeed reads the index of its device from this variable of the process.
         os.environ["LOCAL_RANK"] = str(self.local_rank)
         if self.root_device.type == "cpu":
-            # Otherwise the ranks compile an operator for minutes, and wait for each other.
+            # If it were enabled, the ranks would compile an operator for minutes and wait for each other.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         network = network_of(self)
         engine, *_ = deepspeed.initialize(
@@ -170,7 +170,7 @@ class ZeroStrategy(ModelParallel):
                 "reduce_bucket_size": BUCKET,
                 "allgather_bucket_size": BUCKET,
             },
-            # The engine disables an autocast that it was not given.
+            # The engine disables autocast unless its config enables autocast.
             "torch_autocast": {"enabled": autocast is not None, **kind},
         }
 
@@ -200,7 +200,7 @@ class ZeroStrategy(ModelParallel):
                 parameter.grad = gradient.view(parameter.shape)
 
     def hide_gradients(self) -> None:
-        """Set `grad` of each parameter to None, because it would be added to the gradient of the next step.
+        """Set `grad` of each parameter to None, so that it is not added to the gradient of the next step.
 
         The engine has a copy of the gradients.
         """
@@ -289,14 +289,17 @@ class ZeroStrategy(ModelParallel):
         return self._groups[0]
 
     def _flat(self) -> dict[str, Tensor]:
-        """Return the flat tensor that contains this rank's part of a trained parameter, by parameter name."""
+        """Return a flat tensor for each trained parameter, by parameter name.
+
+        The flat tensor contains this rank's part of all parameters in the same optimizer group.
+        """
         engine, names = self.engine.optimizer, self._names()
         pairs = zip(engine.bit16_groups, engine.single_partition_of_fp32_groups, strict=True)
         return {names[id(parameter)]: flat for group, flat in pairs for parameter in group}
 
 
 class EngineStep:
-    """Object that Lightning uses as the optimizer. Its `step` calls the step of DeepSpeed's engine."""
+    """Replacement for the optimizer in Lightning. Its `step` calls the step of DeepSpeed's engine."""
 
     def __init__(self, strategy: ZeroStrategy, optimizer: Optimizer) -> None:
         self._strategy = strategy

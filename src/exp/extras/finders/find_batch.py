@@ -3,9 +3,9 @@
     python -m exp.find_batch model=resnet
     python -m exp.find_batch model=mlp launch.accelerator=cpu --memory 2GiB
 
-It trains a few steps of the run of exp.train at several sizes, each in a new process, and prints memory and samples per
-second. It doubles or halves the size of the config until one size fits and another does not, and then halves the
-distance between them.
+The command trains a few steps of the run that exp.train would start. It tries several batch sizes, each in a new
+process, and prints memory and samples per second. It doubles or halves the size in the config until one size fits and
+another does not. It then halves the distance between the two sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 PROGRAM = "exp.find_batch"
 TABLE = "batch.csv"
 FEWEST_STEPS = 3
-# The search ends when the distance from the largest size that fits to the smallest that does not fit is at most this
-# share of the former.
+# The search ends when the smallest size that does not fit exceeds the largest size that fits by at most this fraction
+# of the latter.
 WITHIN = 0.05
 
 
@@ -44,8 +44,8 @@ class Trial:
     Args:
         size: Batch size in samples.
         fits: Whether the peak memory is within the limit.
-        peak: Peak memory in bytes. None after out of memory.
-        samples_per_second: Training speed. None after out of memory.
+        peak: Peak memory in bytes. None: the run was out of memory.
+        samples_per_second: Training speed. None: the run was out of memory.
     """
 
     size: int
@@ -65,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
     """Try batch sizes, and print the largest and the fastest size that fit.
 
     Returns:
-        0 if a size fits, 1 if not even one sample fits or a run fails, 2 for an error in the command, 128 + n after
-        signal n.
+        Exit status: 0 if a size fits, 1 if not even one sample fits or a run fails, 2 if the command has an error, or
+        128 + n after signal n.
     """
     parser = flag_parser(PROGRAM, __doc__)
     parser.add_argument("--memory", help="the memory limit of a process, such as 2GiB; required without a GPU")
@@ -96,7 +96,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_errors(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
-    """Yield an error if batches have several sizes, or if no memory limit is known."""
+    """Yield an error if the batches of an epoch have several sizes, and an error if no memory limit is known.
+
+    Args:
+        decided: Plan of the run.
+        limit: Value of --memory in bytes. None: the flag is missing.
+    """
     data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:
         expected = "null: its batches have several sizes"
@@ -108,7 +113,7 @@ def plan_errors(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
 
 
 def samples_of(decided: Plan) -> int | None:
-    """Return the number of training samples; None for a data set without a length."""
+    """Return the number of training samples; None if the data set has no length."""
     part = decided.data.part("train")
     try:
         return len(part)
@@ -117,7 +122,7 @@ def samples_of(decided: Plan) -> int | None:
 
 
 class Trials:
-    """Runs a few steps at a given batch size, and collects the results in one directory.
+    """Callable that runs a few steps at a given batch size, and collects the results in one directory.
 
     Args:
         config: Config of the run.
@@ -147,7 +152,7 @@ class Trials:
             "logger": {},
             "trainer.max_steps": steps,
             "trainer.enable_progress_bar": False,
-            # After out of memory on one rank, other ranks have nothing to save.
+            # If one rank is out of memory, the other ranks have nothing to save and need little time to end.
             "launch.grace_seconds": 2,
         }
         self._config = shorten_config(config, decided, changes, room="find_batch", overrides=overrides)
@@ -175,7 +180,7 @@ class Trials:
             run(config, fit=self._jobs)
             found = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
         except RunError as error:
-            # The callback reports out of memory, or the system kills the process.
+            # The run was out of memory if the callback SizeTrial reports this, or if the system killed the process.
             path = directory / SUMMARY
             is_known = path.is_file() and not json.loads(path.read_text(encoding="utf-8"))["fits"]
             if not is_known and not (isinstance(error.__cause__, Died) and "SIGKILL" in str(error.__cause__)):
@@ -222,10 +227,11 @@ def _format_size(size: int) -> str:
 def search(trials: Trials, *, start: int, most: int | None) -> Trial:
     """Return the trial of the largest batch size that fits.
 
-    The search ends when the smallest size that does not fit is at most WITHIN larger than the largest that fits.
+    The search ends when the smallest size that does not fit exceeds the largest size that fits by at most the fraction
+    WITHIN.
 
     Args:
-        trials: Runs a trial of a size.
+        trials: Callable that runs the trial of a size.
         start: First size to try.
         most: Largest size to try. None: no limit.
 
@@ -252,9 +258,9 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
     """Return the size to try next; None if the search is over.
 
     Args:
-        largest: Largest size known to fit; 0 if no size is known to fit.
-        too_large: Smallest size known not to fit; None if no size is known not to fit.
-        most: The largest size to try. None: no limit.
+        largest: Largest size that is known to fit. 0: no size is known to fit.
+        too_large: Smallest size that is known not to fit. None: no such size is known.
+        most: Largest size to try. None: no limit.
     """
     step = step_of(largest)
     if too_large is not None and too_large - largest <= step:

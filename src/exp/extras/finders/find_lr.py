@@ -3,9 +3,10 @@
     python -m exp.find_lr model=mlp optimizer=sgd
     python -m exp.find_lr model=mlp --min 1e-6 --max 10 --steps 200
 
-It trains the network of the run with its optimizer, objective, precision and strategy on its first batches, at rates
-that increase from step to step. The directory outputs/<name>/find_lr/<date>/<time> gets lr.csv, lr.json, lr.png and
-TensorBoard files. It prints the rate at which half of the decrease of the loss is reached, as a command to type.
+The command trains the first steps of the run that exp.train would start. The learning rate increases at each step.
+Network, optimizer, objective, precision and strategy are those of the run. The command writes lr.csv, lr.json, lr.png
+and TensorBoard files to the directory outputs/<name>/find_lr/<date>/<time>. It suggests the rate at which half of the
+decrease of the loss is reached, and prints a command for exp.train with this rate.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the range test, and print the suggested learning rate.
 
     Returns:
-        0 with a suggestion, 1 without one or if the test fails, 2 for an error in the command, 128 + n after signal n.
+        Exit status: 0 if a rate is suggested, 1 if no rate is suggested or the test fails, 2 if the command has an
+        error, or 128 + n after signal n.
     """
     parser = flag_parser(PROGRAM, __doc__)
     parser.add_argument("--min", type=float, default=1e-8, help="the first rate; %(default)s")
@@ -72,7 +74,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def plan_errors(decided: Plan) -> Iterator[ErrorDetails]:
-    """Yield an error for each setting with which the range test cannot increase a single learning rate."""
+    """Yield an error for each setting that the range test does not support.
+
+    The test needs one optimizer with the parameter lr, which is above 0.
+    """
     from exp.config.targets import resolve
     from exp.strategies.strategy import traits_of
 
@@ -118,7 +123,9 @@ def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[st
 
 
 def rates_with(optimizer: Mapping[str, Any], rate: float, *, own: float) -> dict[str, str]:
-    """Return overrides, as values by key, that set the learning rate and scale the rates of groups by the same factor.
+    """Return the overrides, as values by config key, that set a new learning rate.
+
+    The rates of parameter groups are multiplied by the same factor as optimizer.lr.
 
     Args:
         optimizer: The node `optimizer` of the config.

@@ -1,7 +1,7 @@
-"""The learning-rate range test: increasing rates, the loss of each step, and the suggested rate.
+"""The learning-rate range test: increases the rate at each step, records the losses, and suggests a rate.
 
-Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186, with exponential
-rates and a stop when the smoothed loss increases, as in fastai and Lightning's lr_find.
+The method is from Smith, Cyclical Learning Rates for Training Neural Networks, 2017, https://arxiv.org/abs/1506.01186.
+As in fastai and Lightning's lr_find, the rate increases exponentially, and the test ends when the smoothed loss rises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from exp.shared_types import Batch
 from exp.strategies.whole_state import local_part
 
 TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
-# Factor of the running mean of the loss, as in fastai and Lightning.
+# Weight of the old value in the running mean of the loss, as in fastai and Lightning.
 BETA = 0.98
 FEWEST_STEPS = 20
 # The test ends when the smoothed loss exceeds its lowest value by this factor.
@@ -46,11 +46,11 @@ End = Literal["steps", "loss_rose", "not_finite"]
 
 
 class RangeTest(Callback):
-    """A callback that increases the learning rate at every optimizer step, and ends the training when the loss rises.
+    """Callback that increases the learning rate at every optimizer step, and ends the training when the loss rises.
 
     The ratios between the learning rates of optimizer groups stay the same. The loss of a step is computed before the
-    update of the step. The callback writes lr.csv, lr.json and lr.png to the run directory. The callback Recording
-    provides the losses, so trainer.log_every_n_steps must be 1.
+    update of the step. The callback writes lr.csv, lr.json and lr.png to the run directory. The losses are those of the
+    callback Recording, so trainer.log_every_n_steps must be 1.
 
     Args:
         lowest: First value of optimizer.lr.
@@ -84,7 +84,7 @@ class RangeTest(Callback):
             raise RunError(f"optimizer.lr is {own:g}; expected above 0: the groups' rates are multiples of it")
         self._factors = [(group, float(group["lr"]) / own) for group in optimizer.param_groups]
         for group, _ in self._factors:
-            # Notes about the first steps recognize a warm-up by this key.
+            # The run's notes about its first steps recognize a warm-up by this key.
             group.setdefault("initial_lr", group["lr"])
         self._set_rate()
 
@@ -103,7 +103,8 @@ class RangeTest(Callback):
         elif len(self.losses) < len(self.rates):
             self._set_rate()
         if end == "not_finite":
-            # Weights that are not finite would end the run with an error. They are not used again.
+            # Weights that are not finite would end the run with an error. They can be replaced, because they are not
+            # used again.
             with torch.no_grad():
                 for tensor in (*pl_module.parameters(), *pl_module.buffers()):
                     if tensor.is_floating_point():
@@ -130,7 +131,7 @@ class RangeTest(Callback):
             group["lr"] = rate * factor
 
     def _judge(self, loss: float) -> End | None:
-        """Update the smoothed loss with the loss of a step, and return the reason to end the test, or None."""
+        """Update the smoothed loss with the loss of a step, and return the reason to end the test; None to continue."""
         if not math.isfinite(loss):
             self.smoothed.append(math.nan)
             return "not_finite"
@@ -153,10 +154,17 @@ def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate at which half of the largest decrease of the loss is reached; None without a clear decrease.
+    """Return the rate at which half of the largest decrease of the loss is reached.
 
-    Only steps before the first divergence count. Losses are averaged over neighboring steps. The rate is at most
-    OF_LAST_RATE times the rate at the divergence. A decrease that is not larger than the noise is ignored.
+    Losses are averaged over neighboring steps. Steps after the first divergence are ignored. The rate is at most
+    OF_LAST_RATE times the rate at the divergence, or times the last rate if the loss does not diverge.
+
+    Args:
+        rates: Learning rate of each step.
+        losses: Loss of each step.
+
+    Returns:
+        The rate. None: the loss has no decrease that is larger than its noise.
     """
     stop = steps_before_divergence(losses)
     first = np.array(losses[: _count_of_first(losses)])
@@ -183,7 +191,10 @@ def steps_before_divergence(losses: Sequence[float]) -> int:
 
 
 def neighbor_means(losses: Sequence[float]) -> np.ndarray:
-    """Return the moving average of the losses, over 5 % of all steps on each side and fewer steps at both ends."""
+    """Return the moving average of the losses.
+
+    The average covers 5 % of all steps on each side of a step. At both ends it covers fewer steps.
+    """
     reach = max(len(losses) // 20, 1)
     return np.array([np.mean(losses[max(step - reach, 0) : step + reach + 1]) for step in range(len(losses))])
 
@@ -193,7 +204,13 @@ def _count_of_first(losses: Sequence[float]) -> int:
 
 
 def picture(rates: Sequence[float], losses: Sequence[float], found: float | None) -> np.ndarray:
-    """Return a picture `[H, W, 3]`, uint8, of losses, moving average and suggestion over the logarithm of the rate."""
+    """Return a picture `[H, W, 3]`, uint8, of losses, moving average and suggestion over the logarithm of the rate.
+
+    Args:
+        rates: Learning rate of each step.
+        losses: Loss of each step.
+        found: The suggested rate, or None.
+    """
     stop = steps_before_divergence(losses)
     means = [*neighbor_means(losses[:stop]), *[math.nan] * (len(losses) - stop)]
     known = [loss for loss in losses[:stop] if math.isfinite(loss)] or [0.0]

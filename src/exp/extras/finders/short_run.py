@@ -1,4 +1,4 @@
-"""Runs the first steps of a planned run, for commands that search for a setting: exp.find_lr and exp.find_batch.
+"""Runs the first steps of a planned run, for the commands exp.find_lr and exp.find_batch.
 
 Network, data, sample order, objective, optimizer, precision and strategy are those of the planned run. Validation,
 test, checkpoints, resume and schedule are disabled.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
     from exp.run_report import Report
 
-# Values of the short run by dotted key.
+# Values of the short run by dotted config key.
 SHORT: Mapping[str, object] = {
     "monitor": "loss/train",
     "mode": "min",
@@ -56,12 +56,17 @@ class Unfinished(Interrupted):
         return f"interrupted by signal {self.signum}; an incomplete test has no result and saves no state"
 
 
-# Number that the value of a flag must exceed, by the destination of the flag.
+# Numbers that the values of flags must exceed, by the name of the flag without `--`.
 Limits = Mapping[str, float]
 
 
 def flag_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser for the flags of a command. The command adds its flags."""
+    """Return a parser without flags, to which a command adds its flags.
+
+    Args:
+        program: Name of the command, such as exp.find_lr.
+        description: Text for --help.
+    """
     return argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=description,
@@ -76,16 +81,17 @@ def parse(
 ) -> tuple[argparse.Namespace, argparse.Namespace | None]:
     """Return the values of the flags of a command, and the arguments of exp.train.
 
-    The arguments of exp.train are None if the command line was a question, such as --help, that this function answered.
+    If the command line asks for information, such as --help, this function prints the information. In that case the
+    arguments of exp.train are None.
 
     Args:
         parser: Parser with the flags of the command.
         argv: The command line.
         program: Name of the command, such as exp.find_lr.
-        above: Limits of the flags.
+        above: Numbers that the values of flags must exceed.
 
     Raises:
-        ConfigError: Errors of all flags.
+        ConfigError: Values of flags are invalid. The error lists all of them.
     """
     from exp.cli.command_line import answer_question, parse_arguments
     from exp.cli.train import refuse_ranks
@@ -95,7 +101,7 @@ def parse(
     errors = [
         ErrorDetails(f"--{name}", f"{value:g}", f"a number above {above[name]:g}")
         for name, value in values.items()
-        if not value > above[name]  # also a nan
+        if not value > above[name]  # the comparison is also false for nan
     ]
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
@@ -111,7 +117,7 @@ def decide(arguments: argparse.Namespace) -> tuple[DictConfig, Plan]:
     """Return the config and the plan of the run that exp.train would start with these arguments.
 
     Raises:
-        ConfigError: All errors.
+        ConfigError: The config has errors, or a short run does not support the run. The error lists all errors.
     """
     from exp.check.stages import compose, refuse_early
 
@@ -145,9 +151,9 @@ def shorten_config(
     Args:
         config: Config of the run.
         decided: Plan of the run.
-        changes: Values by dotted key that are set in addition to SHORT. Entries of `callbacks` are added to the
+        changes: Values by dotted config key that are set in addition to SHORT. Entries of `callbacks` are added to the
             callbacks that stay enabled.
-        room: Folder name in outputs/<name>/<room>/<date>/<time>. Overrides may set another directory.
+        room: Folder name in outputs/<name>/<room>/<date>/<time>. An override of hydra.run.dir sets another directory.
         overrides: Overrides of the command line.
     """
     from omegaconf import OmegaConf, open_dict
@@ -158,7 +164,7 @@ def shorten_config(
 
     short = copy_config(config)
     kept, _ = split_callbacks(decided)
-    # Only hooks that transform change a step.
+    # Hooks that do not transform are disabled, because they do not change a step.
     hooks = {name: config.hooks[name] for name, hook in decided.hooks.items() if hook.transforms}
     with open_dict(short):
         for key, value in {**SHORT, "hooks": hooks, **changes}.items():
@@ -174,7 +180,10 @@ def shorten_config(
 
 
 def split_callbacks(decided: Plan) -> tuple[list[str], list[str]]:
-    """Return the names of the callbacks that change the first steps, and the names of all other callbacks."""
+    """Return the names of the callbacks that change the first steps, and the names of all other callbacks.
+
+    Only subclasses of BaseFinetuning, which freezes layers, change the first steps.
+    """
     from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 
     from exp.config.targets import resolve
@@ -208,5 +217,5 @@ def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
         return fit(config)
     except Interrupted as error:
         if error.checkpoint is not None:
-            Path(error.checkpoint).unlink(missing_ok=True)  # nothing resumes from these weights
+            Path(error.checkpoint).unlink(missing_ok=True)  # a short run is never resumed
         raise Unfinished(signum=error.signum, checkpoint=None) from error

@@ -21,10 +21,10 @@ UNTIMED = 2
 
 
 class SizeTrial(Callback):
-    """A callback that writes trial.json to the run directory: peak memory and samples per second, or out of memory.
+    """Callback that writes trial.json to the run directory: peak memory and samples per second, or out of memory.
 
-    Memory is measured on rank 0: the peak of the CUDA allocator, or the resident set of the process. Times are measured
-    between the ends of steps and include data loading.
+    The peak memory is that of rank 0: the peak of the CUDA allocator, or the resident set of the process. Times are
+    measured between the ends of steps and include data loading.
 
     Args:
         steps: Number of optimizer steps of the run. The first two are not timed.
@@ -46,7 +46,7 @@ class SizeTrial(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seconds = _now(trainer) - self._began
         device = trainer.strategy.root_device
-        # Memory that this process could use.
+        # Memory in bytes that this process could use.
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if _is_cuda(trainer) else None
         self._write(
             trainer, fits=True, peak=peak_of(device).so_far(), room=free, samples_per_second=self._samples / seconds

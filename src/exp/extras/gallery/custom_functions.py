@@ -1,9 +1,11 @@
 """Custom autograd Functions: Exp, Cube, MulConstant, Linear and StraightThrough.
 
-The Functions support double backward, torch.func (with generated vmap rules) and torch.compile. Models use them as
-layers. A forward program can also call them by a name in `functions`. They follow the examples of
-https://docs.pytorch.org/docs/stable/notes/extending.html: `setup_context` saves tensors of `forward`, and `backward`
-consists of differentiable operators.
+The Functions support double backward, torch.func (with generated vmap rules) and torch.compile. Models can use the
+layers of this module, such as CubeLayer. A forward program can also call the functions, such as cube, by a name in
+`functions`.
+
+The Functions follow the examples of https://docs.pytorch.org/docs/stable/notes/extending.html: `setup_context` saves
+tensors of `forward`, and `backward` consists of differentiable operators.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Step = Literal["round", "sign", "floor", "ceil"]
 
 
 class Context(Protocol):
-    """Context object of the Functions in this module, with the values that are saved for the backward."""
+    """Type of `ctx` in the Functions of this module. The context stores the values that the backward needs."""
 
     constant: float
     saved_tensors: tuple[Tensor, ...]
@@ -32,7 +34,7 @@ class Context(Protocol):
 
 
 class Exp(torch.autograd.Function):
-    """Elementwise exponential. The result is saved for the backward, because it equals the derivative."""
+    """Elementwise exponential. The output is saved for the backward, because it equals the derivative."""
 
     generate_vmap_rule = True
 
@@ -113,11 +115,11 @@ class Linear(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Elementwise step function whose backward is the identity, because the derivative is 0 almost everywhere.
+    """Elementwise step function with the identity as its backward, because the true derivative is 0 almost everywhere.
 
-    Bengio, Leonard and Courville 2013, "Estimating or Propagating Gradients Through Stochastic Neurons",
-    arXiv:1308.3432. With a limit, the gradient is 0 where the input is outside [-limit, limit]. A limit of 1 gives
-    equation 4 of Hubara et al. 2016, "Binarized Neural Networks", arXiv:1602.02830.
+    The method is from Bengio, Leonard and Courville 2013, "Estimating or Propagating Gradients Through Stochastic
+    Neurons", arXiv:1308.3432. If a limit is set, the gradient is 0 for inputs outside [-limit, limit]. A limit of 1
+    gives equation 4 of Hubara et al. 2016, "Binarized Neural Networks", arXiv:1602.02830.
     """
 
     generate_vmap_rule = True
@@ -154,9 +156,15 @@ def mul_constant(x: Tensor, constant: float) -> Tensor:
 
 
 def straight_through(x: Tensor, step: Step = "round", limit: float = math.inf) -> Tensor:
-    """Return an elementwise step function.
+    """Return a step function of each entry, such as the rounded entry.
 
-    The gradient is unchanged where the absolute input is at most the limit, else 0.
+    The backward passes the gradient unchanged to entries with an absolute value of at most `limit`, and 0 to other
+    entries.
+
+    Args:
+        x: Tensor of any shape.
+        step: Name of the step function in torch. Default: round.
+        limit: Limit of the absolute value. Default: infinity.
     """
     return apply_function(StraightThrough, x, step, limit)
 
@@ -222,9 +230,9 @@ class StraightThroughLayer(nn.Module):
     """Layer with a step function in the forward and the identity in the backward.
 
     Args:
-        step: Step function.
+        step: Name of the step function in torch. Default: round.
         limit: Absolute value of the input above which the gradient is 0. `step=sign, limit=1` is the layer of binarized
-            networks.
+            networks. Default: infinity.
     """
 
     def __init__(self, *, step: Step = "round", limit: Annotated[float, Gt(0)] = math.inf) -> None:

@@ -1,7 +1,7 @@
 """Strategy with torch.nn.DataParallel: one process copies the network to each of its GPUs at each forward.
 
-Lightning removed this strategy, and PyTorch recommends DistributedDataParallel instead. exp has it for code that
-already uses it.
+Lightning removed this strategy, and PyTorch recommends DistributedDataParallel instead. exp offers the strategy for
+code that already uses torch.nn.DataParallel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADVICE = (
 class DataParallel(Strategy):
     """Strategy that splits inputs along their first axis over the GPUs, and gathers outputs on the first GPU.
 
-    On CPU the network runs without replicas.
+    On CPU, the network is not copied.
     """
 
     replicates_in_threads = True
@@ -47,13 +47,18 @@ class DataParallel(Strategy):
         return Demand(rest="layers")
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of several nodes and, on GPUs, of a compiled network and of casts of single layers."""
+        """Return the errors of unsupported settings.
+
+        The strategy does not support several nodes or, on GPUs, a compiled network. On several GPUs it does not support
+        precisions that cast the network or single layers.
+        """
         return list(self._errors(planned))
 
     def footprint(self, load: Load) -> Footprint:
         """Return the memory and communication of a run.
 
-        The first device has all state. Each other device has a copy of the weights and gradients during a step.
+        The first device stores the weights, gradients and optimizer state. Each other device has a copy of the weights
+        and gradients during a step.
         """
         count = load.placement.layers if load.placement.accelerator == "cuda" else 1
         if count == 1:
@@ -68,7 +73,7 @@ class DataParallel(Strategy):
         return Footprint(places=places, transfers=transfers, work=1 / count)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return Lightning's strategy. It has one device, and nn.DataParallel uses the others."""
+        """Return a Lightning strategy with one device. nn.DataParallel uses the other devices."""
         log.warning(ADVICE)
         return ReplicatingStrategy(devices=placement.devices(rank.local_rank))
 
@@ -82,7 +87,7 @@ class DataParallel(Strategy):
             reason = f"{strategy}, whose replicas would all call the compiled code of the first"
             yield not_supported_with("runtime.compile", True, reason, "false", fix)
         if placement.layers > 1:
-            # The hooks of casts keep values from the start of a forward to its end, and replicas run in threads.
+            # The hooks that cast store values during a forward. Replicas run in threads and would share these values.
             word, reason = WORDS[planned.precision], f"{strategy}, whose replicas would share the hooks that cast"
             if word.half_parameters:
                 yield not_supported_with(
@@ -93,10 +98,10 @@ class DataParallel(Strategy):
 
 
 class ReplicatingStrategy(SingleDeviceStrategy):
-    """Lightning strategy of a single process on its first device. On CPU the network runs without replicas.
+    """Lightning strategy of a single process. On CPU, the network is not copied.
 
     Args:
-        devices: torch's names of all devices.
+        devices: Names of all devices in torch, such as cuda:0. Lightning uses only the first device.
     """
 
     def __init__(self, *, devices: Sequence[str]) -> None:
@@ -106,7 +111,7 @@ class ReplicatingStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self._devices[0].type == "cuda":
-            # Not a child of the module, so that the state dict has the network once.
+            # Stored in `vars`, because a submodule would add the network to the state dict a second time.
             vars(module_of(self))["run_network"] = Replicated(network_of(self), device_ids=self._devices)
 
     def teardown(self) -> None:
@@ -116,7 +121,7 @@ class ReplicatingStrategy(SingleDeviceStrategy):
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """DataParallel whose replicas draw different random numbers. A resumed run draws the same numbers."""
+    """DataParallel with different random numbers in each replica. A resumed run draws the same numbers."""
 
     def forward(self, *inputs: object, **named: object) -> object:
         # A step seeds only the CPU and the first device.

@@ -22,18 +22,19 @@ class DigitDomains(Tensors):
     """Data set of handwritten digits from two domains.
 
     A sample has `input` float32 `[1, 8, 8]`, `target` int64 and `domain` int64 (0 source, 1 target). The training split
-    has 600 labeled digits of the source domain and 600 unlabeled digits of the target domain. An unlabeled digit has
-    the target -100. The validation and test splits have other digits of the target domain, with labels.
+    has 600 labeled digits of the source domain and 600 unlabeled digits of the target domain. The target of an
+    unlabeled digit is -100. The validation and test splits have other digits of the target domain, with labels.
 
     Args:
         part: Split: train, val or test.
-        change: Change of pictures in the target domain. `lit`: half the contrast, with light from the right. `shifted`:
-            moved down and right by one pixel, with wrapping. `inverted`: negative.
+        change: Change of pictures in the target domain. `lit`: the contrast is halved, and light comes from the right.
+            `shifted`: pictures are moved down and right by one pixel, and the last row and column become the first
+            ones. `inverted`: pictures are negatives. Default: lit.
     """
 
     def __init__(self, *, part: Stage, change: Change = "lit") -> None:
         images, classes = tensors_of(Digits().entries)
-        # The division is independent of the run's seed, so that no checkpoint is tested on its training digits.
+        # The split does not depend on the run's seed, so that no checkpoint is tested on digits of its training split.
         order = permutation(seed=0, epoch=0, length=len(images))
         source, unlabelled, val, test = order.split([600, 600, 297, 300])
         if part == "train":

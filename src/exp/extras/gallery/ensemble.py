@@ -19,13 +19,14 @@ from exp.models.matching import ANY_BATCH_NORM
 class Ensemble(nn.Module):
     """Ensemble of networks that get the same input and differ in their initial parameters.
 
-    A parameter `weight` of a member is stored as `member.weight`, `[E, *shape]`, with one row for each of E members.
-    Dropout masks differ between members.
+    For E members, a parameter `weight` of a member is stored as `member.weight`, `[E, *shape]`, with one row per
+    member. Dropout masks differ between members.
 
     Args:
         members: Number of members E.
         member: The first member. The other members are copies that draw new initial parameters with `reset_parameters`.
-            All sizes must be given. Running statistics are not supported, because vmap does not support them.
+            All sizes of its layers must be given. Running statistics are not supported, because vmap does not support
+            them.
 
     Raises:
         ValueError: The member has layers without sizes, parameters without `reset_parameters`, or running statistics.

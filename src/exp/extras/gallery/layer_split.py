@@ -56,7 +56,7 @@ class LayerSplit(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Demand for all devices in one process."""
+        """The requested processes: one process with all devices of the run."""
         return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
@@ -72,7 +72,7 @@ class LayerSplit(Strategy):
         return split_errors(planned, count=count, layers=layers)
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the part of the network on each device, and the copies between devices."""
+        """Return the memory of each device, and the bytes that are copied between devices."""
         count = load.placement.layers
         places = device_places(load, count=count, layers=self.layers, ranks=(0,))
         inputs = list(load.inputs)
@@ -86,15 +86,23 @@ class LayerSplit(Strategy):
 
 
 def device_places(load: Load, *, count: int, layers: Layers | None, ranks: tuple[int, ...]) -> list[Place]:
-    """Return the contents of each device of a rank whose network is split over several devices."""
+    """Return the memory of each device of a rank with a network that is split over several devices.
+
+    Args:
+        load: Properties of the run.
+        count: Number of devices.
+        layers: See LayerSplit.
+        ranks: Ranks with these devices.
+    """
     parts = split(load.network, count=count, layers=layers, inputs=list(load.inputs))
     return [replace(part_place(load, parts, [part], ranks=ranks), device=part) for part in range(count)]
 
 
 class SplitNetwork:
-    """Callable that replaces the network in a step, and runs its parts in sequence, each on its device.
+    """Callable that runs the parts of a network in sequence, each part on its device.
 
-    The inputs of a part are copied to its device without waiting. The output is on the last device.
+    The callable replaces the network in a training step. The inputs of a part are copied to its device asynchronously.
+    The output is on the last device.
 
     Args:
         network: The network.
@@ -131,8 +139,8 @@ class OverDevices(LightningStrategy):
 
     The data and the loss are on the last device, like the output.
 
-    Tested properties of Lightning 2.6.6: it calls `model_to_device` before it creates optimizers, and moves optimizer
-    states only in `load_optimizer_state_dict`.
+    The class depends on two properties of Lightning, tested with version 2.6.6. Lightning calls `model_to_device`
+    before it creates optimizers. Lightning moves optimizer states only in `load_optimizer_state_dict`.
     """
 
     devices: tuple[torch.device, ...]
@@ -154,7 +162,7 @@ class OverDevices(LightningStrategy):
         super().teardown()
 
     def model_to_device(self) -> None:
-        # Moved in parts, because the whole network may not fit on one device.
+        # The parts are moved separately, because the whole network may not fit on one device.
         assert self._split is not None
         move_all_but_network(module_of(self), self.devices[-1])
         place_parts(network_of(self), self._split, self.devices)
@@ -180,7 +188,7 @@ def place_parts(network: nn.Module, parts: Split, devices: Sequence[torch.device
 
 
 class LayerSplitStrategy(OverDevices, SingleDeviceStrategy):
-    """Strategy of a process whose network is split over several devices."""
+    """Lightning strategy of one process with a network that is split over several devices."""
 
     def __init__(self, *, devices: Sequence[str], layers: Patterns | None) -> None:
         self.devices = tuple(map(torch.device, devices))

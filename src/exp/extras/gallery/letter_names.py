@@ -11,7 +11,7 @@ from exp.data.entries import ValueNames
 from exp.data.in_memory import Tensors
 
 SCRIPTS = ("ARABIC", "CYRILLIC", "ETHIOPIC", "GREEK", "HANGUL", "MONGOLIAN", "VAI", "YI")
-# A character is numbered by its index. 0 pads names on the left.
+# The number of a character is its index in this text. The number 0 pads names on the left.
 ALPHABET = "\0 -'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NAME = re.compile(rf"({'|'.join(SCRIPTS)}) (?:CAPITAL |SMALL )?(?:LETTER|SYLLABLE) ([A-Z' -]+)")
 # The basic plane, which has almost all letters of these scripts.
@@ -26,8 +26,9 @@ class LetterNames(Tensors):
     version.
 
     Args:
-        length: Number of characters T of a sample. Longer names are cut.
-        most: Largest number of names per script. They are evenly spaced in alphabetical order. Hangul has 11,244 names.
+        length: Number of characters T of a sample. Longer names are cut. Default: 20.
+        most: Largest number of names per script. If a script has more names, evenly spaced names in alphabetical order
+            are chosen. Hangul has 11,244 names. Default: 250.
     """
 
     def __init__(self, *, length: int = 20, most: int = 250) -> None:

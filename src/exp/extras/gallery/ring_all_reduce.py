@@ -32,10 +32,13 @@ KIB = 2**10
 
 
 class RingDDP(DDP):
-    """Strategy ddp with a ring all-reduce. Its options are those of ddp, except `communication_hook`."""
+    """Strategy ddp with a ring all-reduce. The options are those of ddp, except `communication_hook`."""
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of ddp, of options that register a second hook, and of phases, which skip the ring."""
+        """Return the errors of ddp, of options that register another communication hook, and of phases.
+
+        Phases are not supported, because they average gradients without the communication hook.
+        """
         errors = [*super().errors(planned), *self.hook_errors(expected="null: the ring averages the gradients")]
         if planned.settings.phases and planned.placement.world_size > 1:
             expected = "none: phases average their gradients without the ring"
@@ -71,10 +74,10 @@ def _around(ring: "Ring", bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 class Ring:
-    """Averages gradients over all ranks, and counts the bytes that this rank sends.
+    """Ring of all ranks, which averages gradients and counts the bytes that this rank sends.
 
     Attributes:
-        steps: Number of backward passes whose gradients were averaged.
+        steps: Number of backward passes with averaged gradients.
         sent_bytes: Number of bytes sent since the start of the run.
     """
 

@@ -18,7 +18,8 @@ from exp.models.initialisation import Scheme, fill
 class ScalarTensor:
     """Matrix `value * I`, `[N, N]`, that is stored as one number.
 
-    torch's functions add, mul, matmul, mean, trace and inverse accept it. Other functions of torch raise TypeError.
+    torch's functions add, mul, matmul, mean, trace and inverse accept a ScalarTensor. Other functions of torch raise
+    TypeError.
 
     Args:
         value: Number on the diagonal, as a 0-d tensor or a float.

@@ -1,4 +1,4 @@
-"""Distributed data parallel with several devices per rank, over which the layers of the network are split.
+"""Distributed data parallel in which each rank splits the layers of its network over several devices.
 
 PyTorch's DDP tutorial combines data parallelism and split networks in the same way. DistributedDataParallel supports a
 network on several devices if device_ids is None.
@@ -27,8 +27,9 @@ class SplitDDP(DDP):
     """Strategy ddp in which each rank splits the layers of its network over several devices.
 
     Args:
-        layers: Name patterns of the layers, one entry for each device of a rank. None: layers are balanced by bytes.
-        devices_per_rank: Number of devices of a rank. None: one for each entry of `layers`, or 2 without `layers`.
+        layers: Name patterns of the layers, one entry for each device of a rank. None: layers are split into parts with
+            similar parameter bytes.
+        devices_per_rank: Number of devices of a rank. None: one for each entry of `layers`, or 2 if `layers` is None.
         options: Options of ddp.
     """
 
@@ -47,12 +48,12 @@ class SplitDDP(DDP):
 
     @property
     def demand(self) -> Demand:
-        """Return the requested number of devices per rank. On a machine without a GPU, two ranks run."""
+        """The requested number of devices per rank. On a machine without a GPU, two ranks run."""
         each = self.devices_per_rank
         return Demand(dimensions=Dimensions(layers=each), cpu_devices=CPU_RANKS * each)
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of ddp, of options that need a network on one device, and of the split into devices."""
+        """Return the errors of ddp, of options that need a network on one device, and of the split over devices."""
         return [
             *super().errors(planned),
             *split_errors(planned, count=self.devices_per_rank, layers=self.layers),

@@ -56,18 +56,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The objects of a run on one rank.
+    """Objects of a run on one rank.
 
     Attributes:
         trainer: Lightning's Trainer.
         module: LightningModule that the Trainer trains.
-        network: Network of the module. For a user's LightningModule, the module itself.
-        data: Data that the Trainer reads.
-        stages: Stages for which there are data and a step of the module.
+        network: Network of the module. In a run of a user's LightningModule, it is the module itself.
+        data: LightningDataModule from which the Trainer gets its data loaders.
+        stages: Stages that can run, because the data has a split and the module has a step method for them.
         recording: Callback that records losses and metrics.
         checkpointing: Callback that writes the checkpoints.
         stopping: Callback that ends the training.
-        pruning: Callback that ends a job of a search early. None: the run is not pruned.
+        pruning: Callback that ends a job of a search early if its values are bad. None: the job is never ended early.
     """
 
     trainer: Trainer
@@ -85,8 +85,10 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
     """Build the objects of a planned run for one rank.
 
     Args:
+        plan: Plan of the run.
         directory: Run directory.
-        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+        rank: Rank of this process.
+        resume: Checkpoint to resume from. None: the value of the key `resume` in the config.
 
     Raises:
         ConfigError: A constructor rejects its arguments.
@@ -157,10 +159,13 @@ def _stages(plan: Plan) -> Sequence[str]:
 def _build_trained(
     plan: Plan, directory: Path, *, limits: Limits, rank: int, resume: Path | None
 ) -> tuple[TrainingModule, nn.Module, RunData, Recording]:
-    """Build the parts of a run that trains a model of the config.
+    """Build the module and the data of a run that trains the model in the config.
 
     Returns:
-        The LightningModule, its network, its data, and the callback that records losses and metrics.
+        LightningModule.
+        Network of the module.
+        Data.
+        Callback that records losses and metrics.
     """
     settings = plan.settings
     kind, more = _module_kind(plan)
@@ -187,10 +192,13 @@ def _build_trained(
 def _build_own(
     plan: Plan, directory: Path, *, limits: Limits, rank: int
 ) -> tuple[LightningModule, nn.Module, PlainData | BatchesOfLoaders, OwnRecording]:
-    """Build the parts of a run that trains a user's LightningModule.
+    """Build the module and the data of a run that trains a user's LightningModule.
 
     Returns:
-        The LightningModule, its network (the module itself), its data, and the callback that records its values.
+        LightningModule.
+        Network, which is the module itself.
+        Data.
+        Callback that records the values that the module logs.
     """
     settings, world_size = plan.settings, plan.placement.data_ranks
     module, loaders = build_module(settings), plan.data_module
@@ -220,7 +228,7 @@ def _checkpointing(plan: Plan, directory: Path) -> Checkpointing:
 
 
 def _guards(plan: Plan, network: nn.Module) -> list[Callback]:
-    """Return the callbacks for unfreezing parameters and for undoing skipped steps, if the run needs them."""
+    """Return the callbacks that unfreeze parameters and undo skipped steps. If the run needs neither, return []."""
     freezing = build_freezing(network, plan.settings)
     learning = [Unfreezing(freezing)] if freezing.changes or held_norms(network) else []
     return [*learning, *([UndoneForward()] if plan.settings.runtime.non_finite == "skip" else [])]
@@ -240,7 +248,7 @@ def _watch(settings: Settings, directory: Path, *, rank: Rank) -> StepWatch | No
 
 
 def _pruning(settings: Settings, directory: Path) -> Pruning | None:
-    """Return the callback that ends a job of a search early; None if the run is not such a job."""
+    """Return the callback that ends a job of a search early; None if the run is not a job of a search with a pruner."""
     sweep, monitor = settings.sweep, settings.monitor
     if sweep.trial is None or sweep.pruner == "none" or monitor is None:
         return None
@@ -255,7 +263,12 @@ def _pruning(settings: Settings, directory: Path) -> Pruning | None:
 
 
 def _module_kind(plan: Plan) -> tuple[type[TrainingModule], dict[str, tuple[Phase, ...]]]:
-    """Return the class of the LightningModule for a model of the config, and additional arguments of the class."""
+    """Return the class of the LightningModule that trains the model in the config.
+
+    Returns:
+        Class of the LightningModule.
+        Additional arguments of the class, by name.
+    """
     if plan.phases:
         from exp.engine.phased_module import PhasedModule
 
@@ -276,23 +289,23 @@ def _trainer(
     rank: Rank,
     callbacks: Sequence[Callback],
 ) -> Trainer:
-    """Build Lightning's Trainer with exp's placement, precision and checkpoint files.
+    """Build Lightning's Trainer with exp's devices, precision plug-in and checkpoint writer.
 
     Args:
         plan: Plan of the run.
-        arguments: Arguments of the Trainer in the config.
+        arguments: Arguments of the Trainer that the config sets, by name.
         precision: Precision plug-in.
         directory: Run directory.
         rank: Rank of this process.
-        callbacks: Callbacks of the run, without progress bar.
+        callbacks: Callbacks of the run. exp's progress bar is added to them.
     """
     placed = trainer_arguments(plan.strategy, placement=plan.placement, rank=rank)
-    # A user's loaders do not split the data over the ranks, so Lightning does.
+    # A user's data loaders do not split the data over the ranks, so Lightning adds a distributed sampler.
     placed["use_distributed_sampler"] = plan.data_module is not None
     runtime = plan.settings.runtime
     checkpoint_io = _checkpoint_io(plan.settings.checkpoint.async_)
     loggers = build_loggers(plan.settings, directory)
-    # Lightning's default bar redraws at each batch. exp's bar replaces it unless the config has a progress bar.
+    # exp's progress bar is used unless the config has one, because Lightning's default bar redraws at each batch.
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
     shown = progress(arguments["enable_progress_bar"] and not has_bar, rank=rank)
     # Layers of torchao 0.18 do not run under autocast in inference mode (test_fp8.py).
@@ -320,7 +333,7 @@ def _checkpoint_io(by_thread: bool | None) -> AtomicCheckpointIO:
 
 
 def _trainer_values(plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the Trainer in the config, with the objects of nodes built."""
+    """Return the arguments of the Trainer that the config sets. Objects are built from nodes with a `_target_`."""
     return {
         key: construct(value, key=f"trainer.{key}", allow=plan.settings.security.allow)
         for key, value in plan.plain["trainer"].items()

@@ -19,14 +19,14 @@ Nested = TypeVar("Nested")
 
 
 def map_tensors(data: Nested, function: Callable[[Tensor], object]) -> Nested:
-    """Return nested data with each tensor replaced by the result of a function.
+    """Return nested data in which each tensor is replaced by the result of a function.
 
-    The classes of containers are kept. A mapping of a class that cannot be built from a dict becomes a dict. A
+    Containers keep their class. If the class of a mapping cannot be built from a dict, the mapping becomes a dict. A
     torch.Size is not treated as a container.
 
     Args:
         data: Nested data.
-        function: Function of a tensor.
+        function: Function that is called with each tensor.
 
     Returns:
         New nested data. If the function returns all tensors unchanged, `data` itself.
@@ -51,7 +51,7 @@ def move_tensors(data: Nested, device: torch.device) -> Nested:
 
 
 def rebuild(data: Nested, parts: Sequence[object]) -> Nested:
-    """Return a container of the same class and with the same keys as `data`, with new values.
+    """Return a container with the class and the keys of `data`, and with new values.
 
     Args:
         data: Mapping, list, tuple or dataclass.
@@ -89,8 +89,9 @@ def tensors_in(data: object) -> Iterator[Tensor]:
 def named_parts(output: object) -> Mapping[str, Any]:
     """Return the values in a network's output by name.
 
-    The names are the keys of a mapping, or the fields of a dataclass or namedtuple. In a list or a tuple, the names are
-    output_0, output_1 and so on. Values that are None are left out. For a single tensor, the result is empty.
+    For a mapping, the names are its keys. For a dataclass or namedtuple, the names are its fields. For a list or tuple,
+    the names are output_0, output_1 and so on. Values that are None are left out. For a single tensor, the result is
+    empty.
     """
     if isinstance(output, Tensor):
         return {}

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 INTERPOLATION = re.compile(r"\$\{oc\.env:([^${},:]+)\}")
-# The smallest lengths of a secret value that is replaced in texts. Shorter values would match ordinary words.
+# Minimum lengths of a secret value that `redact` and `mask_secrets` replace in texts. Shorter values would match
+# ordinary
+# words.
 MIN_REDACTED = 4
 MIN_EXPOSED = 8
 
@@ -20,7 +22,7 @@ _shown: dict[str, str] = {}
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the name of a variable is that of a secret, such as HF_TOKEN, apiKey or db-password."""
+    """Return whether the name of a variable indicates a secret, such as HF_TOKEN, apiKey or db-password."""
     words = re.split(r"[^A-Za-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name))
     return any(word.upper().removesuffix("S").endswith(WORDS) for word in words)
 
@@ -31,9 +33,9 @@ def interpolation(name: str) -> str:
 
 
 def reveal(text: str) -> str:
-    """Return a text with the interpolations of secrets replaced by their values.
+    """Return a text in which each interpolation of a secret is replaced by the value of the secret.
 
-    The values are recorded, so that `redact` can remove them from other texts.
+    The values are recorded in this process, so that `redact` can replace them in other texts.
 
     Raises:
         LookupError: The environment variable of a secret is not set in this process.
@@ -54,17 +56,17 @@ def reveal(text: str) -> str:
 
 
 def find_exposed(text: str) -> str | None:
-    """Return the name of a secret variable if a text contains its value; None if it contains no secret.
+    """Return the name of a secret environment variable if a text contains the variable's value; otherwise None.
 
-    A command line may contain the value of a secret because the shell has expanded `$HF_TOKEN`.
+    For example, a command line contains the value of a secret if the shell has expanded `$HF_TOKEN`.
     """
     return next((name for name, _ in _exposed_secrets(text)), None)
 
 
 def mask_secrets(text: str) -> str:
-    """Return a text with the values of all secret environment variables replaced by their interpolations.
+    """Return a text in which the value of each secret environment variable is replaced by `${oc.env:NAME}`.
 
-    Use it for texts that exp did not write, such as a command or a diff.
+    This function is for texts that exp did not write, such as a command or a diff.
     """
     for name, value in sorted(_exposed_secrets(text), key=lambda found: len(found[1]), reverse=True):
         text = text.replace(value, interpolation(name))
@@ -88,7 +90,7 @@ def forget() -> None:
 
 
 def redact(text: str) -> str:
-    """Return a text with the values that `reveal` has recorded replaced by the interpolations of the secrets."""
+    """Return a text in which each value that `reveal` has recorded is replaced by its interpolation."""
     for value in sorted(_shown, key=len, reverse=True):
         text = text.replace(value, _shown[value])
     return text

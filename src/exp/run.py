@@ -47,16 +47,22 @@ def run(
     join: Callable[[Plan], None] | None = None,
     requeues: int | None = None,
 ) -> Report:
-    """Run a frozen config as one rank. Rank 0 writes the report, even if the run fails or is interrupted.
+    """Run the frozen config of a run directory as one rank.
+
+    Rank 0 writes the report, even if the run fails or is interrupted.
 
     Args:
-        rank: Rank of this process. Default: the only rank.
-        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+        directory: Run directory.
+        rank: Rank of this process. Default: the only rank of the run.
+        resume: Checkpoint to resume from. None: the value of the key `resume` in the config.
         decided: Plan of the run. None: the plan is made from the frozen config.
-        join: Function that joins the process group. It is called with the plan.
-        requeues: Largest number of times that SLURM queues the job again after its time limit. If set, the run resumes
-            from the newest checkpoint in the run directory. None: without a limit if runtime.autoresume is true,
-            otherwise the job is not queued again.
+        join: Function that joins the process group. Its argument is the plan. None: there is no process group to join.
+        requeues: Maximum number of times that SLURM queues the job again after its time limit. If set, the run resumes
+            from the newest checkpoint in the run directory. None: no limit if `runtime.autoresume` is true, otherwise
+            the job is not queued again.
+
+    Returns:
+        The report of the run.
 
     Raises:
         BaseException: The error that ended the run.
@@ -68,7 +74,7 @@ def run(
     forget_peak_memory()
     ongoing = Ongoing(directory, resolved.settings, overrides=overrides, world_size=rank.world_size)
     parts = None
-    # If `decided` is None, the launcher has already measured the operators of the network and set the threads.
+    # If `decided` is None, the launcher has already measured the network's operators to choose the number of threads.
     operator = None if decided is None else decided.operator
     is_again = resolved.settings.runtime.autoresume or requeues is not None
     if resume is None and is_again:
@@ -103,7 +109,10 @@ def run(
 
 
 def _hold_run(directory: Path, rank: Rank) -> AbstractContextManager[None]:
-    """Return a context in which rank 0 locks the run, so that no other program resumes it at the same time."""
+    """Return a context in which rank 0 locks the run directory.
+
+    The lock prevents other programs from resuming the run at the same time. On other ranks, the context has no effect.
+    """
     return hold_lock(directory / "config.yaml") if rank.is_first else nullcontext()
 
 
@@ -139,12 +148,13 @@ def _size(part: AnyDataset) -> str:
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
     """Run the stages that the config selects: train, validate, predict and test.
 
-    After training, the best weights are tested. Without training, the weights from which the run starts are used.
+    After training, the test stage uses the best weights. Without training, all stages use the weights from which the
+    run starts.
 
     Args:
         decided: Plan of the run.
         parts: Objects of the run.
-        resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
+        resume: Checkpoint to resume from. None: the value of the key `resume` in the config.
     """
     settings, trainer = decided.settings, parts.trainer
     start = str(resume) if resume is not None else settings.resume
@@ -174,9 +184,9 @@ def _run_stage(parts: Parts, start: str | None, stage: Callable[..., object], **
 
     Args:
         parts: Objects of the run.
-        start: Checkpoint to load first. None: the current weights are used.
+        start: Path of the checkpoint to load before the stage. None: the stage uses the current weights.
         stage: Method of the Trainer, such as `fit`.
-        **settings: Arguments of the method.
+        **settings: Additional arguments of the method.
     """
     stage(parts.module, datamodule=parts.data, ckpt_path=start, weights_only=True, **settings)
 
@@ -186,7 +196,10 @@ def _is_pruned(parts: Parts) -> bool:
 
 
 def _best_weights(decided: Plan, parts: Parts) -> str | None:
-    """Return the path of the best checkpoint. None: it does not exist, and the current weights are tested."""
+    """Return the path of the best checkpoint; None if it does not exist.
+
+    Without a best checkpoint, the current weights are tested. If the config enables best checkpoints, this is logged.
+    """
     path = parts.checkpointing.best_path
     if path.is_file():
         return str(path)
@@ -197,7 +210,7 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
 
 
 def _describe(decided: Plan, parts: Parts, directory: Path, *, overrides: Sequence[str]) -> None:
-    """Send the hyperparameters to the loggers. Loggers of exp also get the config, the command and the revision."""
+    """Log the hyperparameters of the run. Loggers of exp also log the config, the command and the git revision."""
     description = description_of(decided.plain, directory, overrides=overrides)
     for logger in parts.trainer.loggers:
         if isinstance(logger, RunLogger):

@@ -45,18 +45,19 @@ Status = Literal["completed", "failed", "interrupted", "pruned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a run. The fields are the keys of report.json, which is a stable interface.
+    """Result of a run. The fields are the keys of report.json, which is a stable interface.
 
     Attributes:
         status: "completed", "failed", "interrupted", or "pruned" if a search ended the job early.
         directory: Run directory.
-        metrics: Last values by tag, such as {"accuracy/val": 0.98}. For a resumed run, they include values that were
-            logged before the resume.
-        best: Keys `metric`, `value`, `step` and `checkpoint` of the best checkpoint. None: no best checkpoint.
+        metrics: Last value of each tag, such as {"accuracy/val": 0.98}. For a resumed run, this includes values that
+            were logged before the resume.
+        best: Dict with the keys `metric`, `value`, `step` and `checkpoint` of the best checkpoint. None: no best
+            checkpoint.
         best_metrics: Losses and metrics by tag, measured with the weights of the best checkpoint. `loss/train` is the
-            mean of the checkpoint's epoch. Empty if there is no best checkpoint.
-        stage_steps: Optimizer step at which each stage last measured its values, such as {"train": 40}.
-        ended_by: Reason why the training ended, such as `trainer.max_epochs=30`, or an EarlyStopping with its settings.
+            mean over the epoch of the checkpoint. Empty if there is no best checkpoint.
+        stage_steps: For each stage, the optimizer step at which the stage last measured values, such as {"train": 40}.
+        ended_by: Reason why the training ended, such as `trainer.max_epochs=30`, or EarlyStopping with its arguments.
             None: the training did not end normally.
         steps: Optimizer steps of the whole run, including the steps before a resume.
         epochs: Epochs of the whole run.
@@ -64,16 +65,17 @@ class Report:
         step_ms: Wall time of training and validation in ms, divided by the optimizer steps. None: no steps.
         peak_memory_mib: Peak memory in MiB: memory of the device on a GPU, otherwise resident memory of this rank.
         world_size: Number of ranks.
-        precision: Precision, such as "bf16".
+        precision: Value of `precision.word`, such as "bf16".
         strategy: Name of the strategy, such as "ddp".
         monitor: Tag of the monitored metric.
         command: Command that started the run.
-        tags: Tags in the config, by which users find runs.
-        versions: Versions of Python and of packages.
-        parent: Keys `run`, `step`, `checkpoint` and `changed` of a fork's parent. None: the run is not a fork.
-        error: Keys `type` and `message` of the error that ended the run, or None. For an exception in the user's code,
-            `type` is the type of that exception.
-        not_written: Keys `what` and `error` of each output that could not be written, such as a log or a picture.
+        tags: Value of the config key `tags`. Users search runs by these tags.
+        versions: Versions of Python and of packages, by name.
+        parent: For a fork, a dict with the keys `run`, `step`, `checkpoint` and `changed` about the parent run. None:
+            the run is not a fork.
+        error: Dict with the keys `type` and `message` of the error that ended the run. For an exception in the user's
+            code, `type` is the name of the exception's class. None: no error.
+        not_written: Dict with the keys `what` and `error` for each output that could not be written, such as a log.
     """
 
     status: Status
@@ -101,7 +103,11 @@ class Report:
 
     @property
     def monitored(self) -> float:
-        """Value for a sweeper: the best value of the monitored metric, else its last value, else NaN."""
+        """Value of the monitored metric that a sweeper compares between jobs.
+
+        It is the value of the best checkpoint, or the last value if there is no best checkpoint. Without any value of
+        the metric, it is NaN.
+        """
         if self.best is not None:
             return float(self.best["value"])
         tag = None if self.monitor is None else compared_tag(self.monitor)
@@ -109,7 +115,7 @@ class Report:
 
 
 class Ongoing:
-    """A run that has started. It creates the report when the run ends.
+    """Facts about a run that has started, from which its report is created when the run ends.
 
     Args:
         directory: Run directory.
@@ -150,7 +156,8 @@ class Ongoing:
             status: Status of the run.
             parts: Objects of the run. None: the run ended before they were built, or they are in other processes.
             error: Error that ended the run. None: no error.
-            before: Report that rank 0 wrote for the same run. Its status and error are replaced.
+            before: Report that rank 0 already wrote for this run. The result is this report with another status and
+                error. None: the report is created from `parts`.
         """
         # For an error in the user's code, the report has the type of the user's exception.
         kind = error.kind if isinstance(error, UserCodeError) else type(error).__name__
@@ -173,14 +180,14 @@ class Ongoing:
 
 
 def train_command(overrides: Sequence[str], *, key: str, path: str) -> str:
-    """Return a command of exp.train with the overrides and `key=path`, quoted for Hydra and for a shell.
+    """Return a shell command that calls exp.train with some overrides and the additional override `key=path`.
 
-    A path below the working directory is written as a relative path.
+    The path is quoted for Hydra and for the shell. Within the working directory, it is written as a relative path.
 
     Args:
         overrides: Overrides of the command.
-        key: Key of the additional override.
-        path: Value of the additional override.
+        key: Key of the additional override, such as `resume`.
+        path: Path of a file or folder.
     """
     shown = os.path.relpath(path)
     shown = os.path.abspath(path) if shown.startswith("..") else shown
@@ -195,7 +202,7 @@ def _command(overrides: Sequence[str]) -> str:
 
 
 def _progress(parts: Parts) -> dict[str, Any]:
-    """Return the fields of a report that the callbacks of a run measured, such as metrics and steps."""
+    """Return the fields of a report that are measured during training, such as metrics and steps."""
     trainer = parts.trainer
     steps = trainer.global_step
     return {
@@ -211,7 +218,11 @@ def _progress(parts: Parts) -> dict[str, Any]:
 
 
 def best_of(best: Record | None) -> dict[str, Any]:
-    """Return the fields of a report that describe the best checkpoint."""
+    """Return the fields `best` and `best_metrics` of a report.
+
+    Args:
+        best: Record of the best checkpoint. None: there is no best checkpoint, and the result is empty.
+    """
     if best is None:
         return {}
     return {
@@ -228,7 +239,7 @@ def _peak_memory_mib() -> float:
 
 
 def forget_peak_memory() -> None:
-    """Reset the peak memory of this process, so that the next report does not contain the peak of an earlier run."""
+    """Reset the measured peak memory of this process, so that a report does not contain the peak of an earlier run."""
     # Imported late, because this module imports torch, which reading and writing reports does not need.
     from exp.hooks.memory_use import HOST, peak_of_run
 
@@ -273,7 +284,11 @@ def read_report(directory: Path | str) -> Report:
 
 
 def parse_report(text: str) -> Report:
-    """Return the report from the text of a report.json. If the text is damaged, raise one of the types in DAMAGE."""
+    """Return the report that the text of a report.json contains.
+
+    Raises:
+        Exception: The text is damaged. The type of the exception is one of DAMAGE.
+    """
     plain = json.loads(text)
     plain["metrics"] = {tag: float(value) for tag, value in plain["metrics"].items()}
     # Reports of earlier versions lack these two keys.
@@ -295,7 +310,7 @@ def find_report(directory: Path | str) -> Report | None:
 
 
 def write_end(report: Report, loggers: Sequence[Logger]) -> None:
-    """Write the report and its pictures, and report the end of the run to the loggers.
+    """Write the report and its pictures, and log the end of the run to the loggers.
 
     Args:
         report: Report of the run.
@@ -319,13 +334,16 @@ def write_end(report: Report, loggers: Sequence[Logger]) -> None:
 def write_bad_end(
     ongoing: Ongoing, error: BaseException, *, parts: Parts | None = None, has_ranks: bool = False
 ) -> None:
-    """Write the report of a failed or interrupted run. Add the command that resumes the run to the error.
+    """Write the report of a failed or interrupted run, and set the attribute `command` of the error.
+
+    The attribute is the command that resumes the run.
 
     Args:
-        ongoing: The run.
+        ongoing: Facts about the run.
         error: Error that ended the run.
         parts: Objects of the run. None: the run ended before they were built, or they are in other processes.
-        has_ranks: The ranks ran in other processes. The report that rank 0 wrote is kept, with the given error.
+        has_ranks: The ranks ran in other processes. If rank 0 has written a report, only its status and error are
+            replaced.
 
     Raises:
         RunError: `has_ranks` is true, and the run directory cannot be written.
@@ -350,14 +368,14 @@ def write_bad_end(
 
 
 def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> BaseException:
-    """Return an error with a clear message in place of an exception that ended a run.
+    """Return an error with a clear message for an exception that ended a run.
 
-    Exceptions of the user's code, of the system and of full memory are replaced. Other exceptions are returned
-    unchanged.
+    Three kinds of exception are replaced: exceptions in the user's code, errors of the operating system, and
+    out-of-memory errors. Other exceptions are returned unchanged.
 
     Args:
         error: Exception that ended the run.
-        ongoing: The run.
+        ongoing: Facts about the run.
         parts: Objects of the run. None: the run ended before they were built.
     """
     from exp.hooks.memory_use import explain_out_of_memory, is_out_of_memory
@@ -393,28 +411,35 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
 
 
 def _with_checkpoint(error: Interrupted, directory: Path) -> Interrupted:
-    """Return an interruption with the run's last checkpoint, if the interruption has no checkpoint.
+    """Return an Interrupted with a checkpoint. If `error` has no checkpoint, the run's last checkpoint is used.
 
-    It has none if the signal arrived after the last step.
+    `error` has no checkpoint if the signal arrived after the last step. If the run saved no checkpoint, `error` is
+    returned unchanged.
+
+    Args:
+        error: Interruption of the run.
+        directory: Run directory.
     """
     saved = last_checkpoint(directory) if error.checkpoint is None else None
     return error if saved is None else Interrupted(signum=error.signum, checkpoint=str(saved), detail=error.detail)
 
 
 def _is_below(filename: object, directory: Path) -> bool:
-    """Return whether the file of an error is in the run directory."""
+    """Return whether the file name of an error is a path within the run directory."""
     return isinstance(filename, str) and Path(filename).absolute().is_relative_to(directory)
 
 
 def _place(error: BaseException, parts: Parts | None) -> str | None:
-    """Return the name of the user's object, or of a package's object, that raised an error; None if it is unknown.
+    """Return a description of the object in which an exception was raised, such as a callback or a layer.
+
+    The object belongs to the user's code or to a package other than exp and torch.
 
     Args:
         error: Exception with its traceback.
         parts: Objects of the run. None: the run ended before they were built.
 
     Returns:
-        Text such as `callback MyCallback, in on_train_start,`.
+        Text such as `callback MyCallback, in on_train_start,`. None if the object is unknown.
     """
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
@@ -441,7 +466,7 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
 
 
 def _write_message(ongoing: Ongoing, error: OSError) -> str:
-    """Return the message for a file of the run that cannot be written. It contains the command to resume the run."""
+    """Return the message for a file that cannot be written. The message contains the command that resumes the run."""
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
     fix = "make room" if error.errno in NO_SPACE else "make the directory writable"
     saved = last_checkpoint(ongoing.directory)
@@ -454,7 +479,7 @@ def _write_message(ongoing: Ongoing, error: OSError) -> str:
 def draw_pictures(report: Report) -> bool:
     """Draw the losses, metrics and gradients of a run, and write the pictures to the run directory.
 
-    If the pictures cannot be drawn, warn.
+    If the pictures cannot be drawn, a warning is logged.
 
     Returns:
         True if at least one picture was written.
@@ -475,7 +500,8 @@ def draw_pictures(report: Report) -> bool:
 
 
 def as_markdown(report: Report) -> str:
-    """Return a report as Markdown: results, overrides, pictures, other facts and last values."""
+    """Return a report as Markdown text with results, overrides, pictures, other facts and the last value of each
+    tag."""
     directory = Path(report.directory)
     facts = _facts(report)
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]
@@ -518,10 +544,11 @@ def print_report(report: Report) -> None:
 def _results(report: Report) -> list[tuple[str, ...]]:
     """Return the rows of the table of results. Rows of the best weights come before rows of the last weights.
 
-    The value of `loss/train` is the mean over an epoch.
+    The value in the row of the training loss is the mean over an epoch.
 
     Returns:
-        Rows with the cells: weights, metric, and the value of the metric in each stage ("" without a value).
+        Rows of texts. The cells are: name of the weights, name of the metric, and the metric's value in each stage. A
+        missing value is "".
     """
     last = dict(report.metrics)
     last.pop("loss/train", None)
@@ -548,7 +575,7 @@ def _results(report: Report) -> list[tuple[str, ...]]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the facts to show below the table of results, as texts by name. Empty facts are left out."""
+    """Return the facts that are shown below the table of results, as texts by name. Empty facts are left out."""
     shown, best = os.path.relpath(report.directory), report.best
     speed = "" if report.step_ms is None else f", {report.step_ms:.2f} ms per step"
     ranks = f", {report.world_size} ranks" if report.world_size > 1 else ""
@@ -572,17 +599,20 @@ def _parent(parent: Record) -> str:
 
 
 def _dashboard_root(shown: str) -> str:
-    """Return the folder for exp.dashboard.
+    """Return the folder to pass to exp.dashboard.
 
-    It is the first folder of the run directory's relative path, so that earlier runs are shown, too. For a run outside
-    of the working directory, it is the run directory.
+    The folder is the first part of the run directory's relative path, so that the dashboard also shows earlier runs.
+    If the run directory is outside of the working directory, the folder is the run directory.
+
+    Args:
+        shown: Run directory, relative to the working directory.
     """
     first = shown.partition(os.sep)[0]
     return shown if first in ("..", "", ".") else first
 
 
 def _finite(value: object) -> object:
-    """Return a plain tree with NaN and infinity replaced by texts, because JSON does not support them."""
+    """Return nested dicts with NaN and infinity replaced by texts, because JSON does not support these numbers."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -48,7 +48,7 @@ def span_seconds(span: str) -> float:
 
 
 def split_tag(tag: str) -> tuple[str, str]:
-    """Return the name and the stage of a tag such as `accuracy/val`, `val/acc` or `val_acc`.
+    """Return the name and the stage of a tag: `acc` and `val` for `acc/val`, `val/acc` and `val_acc`.
 
     If the tag contains no stage, return the tag and "".
     """
@@ -60,14 +60,21 @@ def split_tag(tag: str) -> tuple[str, str]:
 
 
 def compared_tag(monitor: str) -> str:
-    """Return the tag of the values to compare for a `monitor`. It differs from the monitor only for `loss/train`."""
+    """Return the tag by which checkpoints are compared.
+
+    Args:
+        monitor: Value of the config key `monitor`, such as "loss/val".
+
+    Returns:
+        `loss/train_epoch` for the monitor `loss/train`. For any other monitor, the monitor itself.
+    """
     return EPOCH_LOSS if monitor == "loss/train" else monitor
 
 
 def best_scalars(best: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the best value of the monitored metric and its step, as scalars by tag.
+    """Return two scalars by tag: the best value of the monitored metric, and the step of this value.
 
-    These tags exist because TensorBoard's HParams page shows only the last value of each tag.
+    They are logged under separate tags, because TensorBoard's HParams page shows only the last value of a tag.
 
     Args:
         best: Record of the best checkpoint. None: there is no best checkpoint, and the result is empty.
@@ -76,11 +83,11 @@ def best_scalars(best: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def searched_tags(wanted: object, *, mode: Mode) -> dict[str, Mode]:
-    """Return the tags in the value of `sweep.monitor`, each with its mode.
+    """Return the tags that a search optimizes, each with its mode, "min" or "max".
 
     Args:
-        wanted: A tag, or a mapping of tags to modes. For other values, the result is empty.
-        mode: Mode of the run, which is used for a single tag.
+        wanted: Value of `sweep.monitor`: a tag, or a mapping of tags to modes. For other values, the result is empty.
+        mode: Mode of the run. It applies if `wanted` is a single tag.
     """
     if isinstance(wanted, str):
         return {wanted: mode}
@@ -98,7 +105,7 @@ class TensorSpec:
     """Shape and dtype of a tensor in a sample.
 
     Attributes:
-        shape: Shape without the batch dimension, such as (1, 8, 8). None: a length that differs between batches.
+        shape: Shape without the batch dimension, such as (1, 8, 8). A length that differs between batches is None.
         dtype: Name of the dtype without `torch.`, such as "float32" or "int64".
     """
 
@@ -108,7 +115,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Shapes and dtypes that a data set declares. The model is built and checked by them before samples are read.
+    """Shapes and dtypes that a data set declares. exp uses them to build and check the model before samples are read.
 
     Attributes:
         inputs: Shape and dtype of each input of the network, by name. Default: a single input named `input`, with
@@ -116,8 +123,9 @@ class DataSpec:
         input_shape: Shape of a single input, without the batch dimension.
         input_dtype: Dtype of a single input, without `torch.`.
         num_classes: Number of classes, or size of the vocabulary of a text. None: a regression.
-        num_outputs: Number of values that the model returns per sample or token: the number of classes, or the width of
-            the target. None: samples have several targets, and each term of the objective declares its width.
+        num_outputs: Number of values that the model must return per sample or token. It is the number of classes, or
+            the number of values in a regression target. None: samples have several targets, and each term of the
+            objective declares its number.
     """
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -154,14 +162,13 @@ def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpe
 
 
 class StepWeights(NamedTuple):
-    """Divisors of the losses in an optimizer step over several micro-batches.
-
-    All values are means over the micro-batches of the step, and are summed over all ranks.
+    """Divisors of the summed losses in an optimizer step that accumulates gradients over several micro-batches.
 
     Attributes:
         micro_batches: Number of micro-batches in the step.
-        size: Number of samples in a micro-batch.
-        divisors: Divisor of each term that divides its loss by a sum of weights, by the name of the term. 0-d tensors.
+        size: Mean number of samples in a micro-batch, counted on all ranks.
+        divisors: 0-d tensors by the name of a term. Only terms that divide their loss by a sum of weights have a
+            divisor: the sum of the weights in a micro-batch on all ranks, averaged over the micro-batches.
     """
 
     micro_batches: int
@@ -174,11 +181,13 @@ class Batch(NamedTuple):
 
     Attributes:
         data: Pair (input, target) of tensors `[b, ...]`, or a mapping of names to tensors.
-        size: Number of samples on this rank, b. It is 0 if the global batch has fewer samples than there are ranks. The
-            rank then processes one sample without effect, so that all ranks run the same collectives.
+        size: Number of samples on this rank, b. The size is 0 on some ranks if the global batch has fewer samples than
+            there are ranks. Such a rank processes one sample without effect, because all ranks must run the same
+            collectives.
         global_size: Number of samples on all ranks, B.
         world_size: Number of ranks.
-        step: Divisors of an optimizer step with several micro-batches. None: the step has one micro-batch.
+        step: Divisors of the optimizer step if the step accumulates several micro-batches. None: the step has one
+            micro-batch.
     """
 
     data: Sequence[Tensor] | Mapping[str, Tensor] | Any
@@ -197,13 +206,14 @@ class Batch(NamedTuple):
 
     @property
     def mean_size(self) -> float:
-        """Number of samples by which the sum of the losses in this batch is divided."""
+        """Number by which the sum of the sample losses in this batch is divided."""
         return self.global_size if self.step is None else self.step.size
 
     @property
     def weight(self) -> float:
-        """Factor by which this rank's mean loss is multiplied.
+        """Factor by which this rank's mean loss must be multiplied.
 
-        With this factor, the mean over ranks and micro-batches equals the mean over all samples of the step.
+        The mean of the multiplied losses over ranks and micro-batches then equals the mean loss over all samples of the
+        step.
         """
         return self.size * self.world_size / self.mean_size

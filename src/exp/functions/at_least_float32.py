@@ -1,4 +1,4 @@
-"""Dtypes for sums and norms. Half precision is summed in float32, so that no digits are lost."""
+"""Dtypes for sums and norms. Half-precision numbers are summed in float32, because half precision would lose digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers for YAML models with a backward that is not the derivative of their forward."""
+"""Layers for YAML models. The backward of these layers is not the derivative of their forward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class GradientReversal(nn.Module):
     """Layer that reverses the gradient, so that the layers before it maximize the loss of the layers after it.
 
     Args:
-        weight: The factor of the reversed gradient, lambda in Ganin and Lempitsky 2015, arXiv:1409.7495. 0 or more,
-            default 1.
+        weight: The gradient is multiplied by -weight. 0 or more, default 1. It is lambda in Ganin and Lempitsky 2015,
+            arXiv:1409.7495.
     """
 
     def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:

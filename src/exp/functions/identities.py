@@ -30,7 +30,8 @@ class Context(Protocol):
 def keep_number(ctx: Context, number: float | Tensor) -> None:
     """Store a number in the context for the backward.
 
-    A tensor is saved with save_for_backward, so that autograd raises an error if it is changed before the backward.
+    A tensor is stored by save_for_backward. If the tensor is changed before the backward, autograd then raises an
+    error.
     """
     if isinstance(number, Tensor):
         ctx.save_for_backward(number)
@@ -40,7 +41,7 @@ def keep_number(ctx: Context, number: float | Tensor) -> None:
 
 
 def kept_number(ctx: Context, gradient: Tensor) -> float | Tensor:
-    """Return the stored number.
+    """Return the number that `keep_number` stored.
 
     A tensor is moved to the device of the gradient, because layers may be on several devices.
     """
@@ -48,10 +49,10 @@ def kept_number(ctx: Context, gradient: Tensor) -> float | Tensor:
 
 
 class CopyWithNumber(torch.autograd.Function):
-    """Base class of Functions that return a copy of x, and use a number in the backward.
+    """Base class of autograd Functions that return a copy of x and use a number in the backward.
 
-    x is copied because a later operation may work in place. Autograd does not allow this on a view that a Function
-    returns.
+    x is copied because a later operation may change the result in place. Autograd does not allow in-place changes of a
+    view that a Function returns.
     """
 
     generate_vmap_rule = True
@@ -81,8 +82,8 @@ def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
 
     Args:
         x: The tensor.
-        factor: A number or a 0-d tensor. A compiled network reads the tensor in every call. It must not change between
-            a forward pass and its backward pass.
+        factor: A number or a 0-d tensor. A compiled network reads the tensor's value in every call. The tensor must not
+            change between a forward pass and its backward pass.
     """
     return apply_function(ScaleGradient, x, factor)
 
@@ -125,6 +126,10 @@ def clip_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
     """Return the gradient, `[...]`, with each finite number clipped to the range from -limit to limit.
 
     Infinite numbers and nan are not changed, so that the gradient scaler detects an overflow.
+
+    Args:
+        gradient: The gradient.
+        limit: A number or a 0-d tensor, above 0.
     """
     if isinstance(limit, Tensor):
         limit = limit.to(gradient.dtype)
@@ -133,7 +138,12 @@ def clip_by_value(gradient: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def norm_factor(norm: Tensor, limit: float | Tensor) -> Tensor:
-    """Return the factor, 0-d, that reduces a gradient with the 2-norm `norm` to a norm of at most `limit`."""
+    """Return the factor that reduces the 2-norm of a gradient to at most `limit`: min(1, limit / norm), 0-d.
+
+    Args:
+        norm: The 2-norm of the gradient, 0-d.
+        limit: A number or a 0-d tensor, above 0.
+    """
     return (limit / norm).clamp(max=1.0)
 
 
@@ -141,8 +151,8 @@ class ClipGradientByNorm(torch.autograd.Function):
     """Function that returns a copy of x, and reduces the 2-norm of the gradient to at most `limit` in the backward.
 
     The gradient is multiplied by min(1, limit / norm). The norm is computed in float32 or float64. The Function
-    supports double backward, torch.func and, if `total` is None, torch.compile. See CopyWithNumber for the reason of
-    the copy.
+    supports double backward and torch.func. If `total` is None, it also supports torch.compile. CopyWithNumber states
+    why x is copied.
     """
 
     generate_vmap_rule = True
@@ -173,13 +183,13 @@ class ClipGradientByValue(CopyWithNumber):
 
 
 def clip_gradient_by_norm(x: Tensor, limit: float | Tensor, *, total: Total | None = None) -> Tensor:
-    """Return a copy of x, `[...]`, with a gradient that has a 2-norm of at most `limit` over all of x.
+    """Return a copy of x, `[...]`. The 2-norm of the gradient of x is reduced to at most `limit` in the backward.
 
     Args:
         x: The tensor.
         limit: A number or a 0-d tensor, above 0.
-        total: Returns the sum of a number over all processes that share the batch. It receives the squared norm on this
-            process, 0-d. None for a single process.
+        total: Function that sums a 0-d tensor over all processes that share the batch. Its argument is the squared norm
+            on this process. Default: None, for a single process.
     """
     return apply_function(ClipGradientByNorm, x, limit, total)
 
@@ -195,9 +205,9 @@ def clip_gradient_by_value(x: Tensor, limit: float | Tensor) -> Tensor:
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    """Return the output of an autograd Function with one output.
+    """Return the output of an autograd Function as a Tensor.
 
-    It adds the type that torch's `apply` does not declare.
+    This function exists because torch's `apply` does not declare the type of its result.
     """
     result: Tensor = function.apply(*arguments)
     return result

@@ -198,7 +198,8 @@ def _is_pruned(parts: Parts) -> bool:
 def _best_weights(decided: Plan, parts: Parts) -> str | None:
     """Return the path of the best checkpoint; None if it does not exist.
 
-    Without a best checkpoint, the current weights are tested. If the config enables best checkpoints, this is logged.
+    If it does not exist, the current weights are tested. A warning is then logged if the config enables best
+    checkpoints.
     """
     path = parts.checkpointing.best_path
     if path.is_file():

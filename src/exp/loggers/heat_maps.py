@@ -15,10 +15,11 @@ from exp.loggers.step_table import STEP, StepTable
 from exp.output import warn_not_written
 
 TABLE = "table.csv"
-# Minimum seconds between two pictures of a heat map. A picture is drawn when the number of columns has doubled.
+# Minimum seconds between two pictures of the same heat map. A new picture also needs twice as many columns as the last.
 SECONDS_BETWEEN_PICTURES = 20.0
 SECONDS_BETWEEN_WRITES = 5.0
-# Maximum number of columns, because a column needs at least one pixel. With more columns, every second one is left out.
+# Maximum number of columns in a picture, because a column needs at least one pixel. Further columns are left out at
+# equal distances.
 MOST_COLUMNS = 190
 
 
@@ -27,9 +28,10 @@ class HeatMap:
     """Heat map of one tag, with a row for each layer or parameter, and a column for each step.
 
     Attributes:
-        names: Names of the R rows.
-        steps: Steps of the S columns, in increasing order.
-        numbers: Values, `[R, S]`: nan if a row has no value at a step, infinite if the value was not finite.
+        names: Name of each row: a layer or a parameter.
+        steps: Optimizer step of each column, in increasing order.
+        numbers: Values, `[R, S]`, for R rows and S columns. A missing value is nan. A value that was not finite is
+            infinite.
     """
 
     names: list[str]
@@ -40,19 +42,23 @@ class HeatMap:
         """Return the heat map as a picture, uint8 `[H, W, 3]`.
 
         Args:
-            healthy: Bounds of healthy numbers.
-            title: Text above the map.
+            healthy: Bounds of the values that count as healthy.
+            title: Text above the heat map.
         """
-        # Imported within the function, because importing Pillow takes as long as a validation.
+        # Imported late, because importing Pillow takes as long as a validation.
         from exp.hooks.figures import heat_map
 
         return heat_map(self.numbers, names=self.names, steps=self.steps, healthy=healthy, title=title)
 
 
 def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
-    """Return the heat map of a tag from the table of a run; None if the table has no value of the tag.
+    """Return the heat map of a tag from a run's table.csv; None if the table has no value of the tag.
 
-    For a long run, columns are left out at equal distances. The last column is always kept.
+    If there are more than MOST_COLUMNS columns, some are left out at equal distances. The last column is always kept.
+
+    Args:
+        directory: Run directory.
+        tag: Tag such as `gradients/norm`.
 
     Raises:
         OSError: The table cannot be read.
@@ -80,7 +86,7 @@ def kept_heat_map(directory: Path, tag: str) -> HeatMap | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Picture(Panel):
-    """Heat map that is read from the table when it is drawn."""
+    """Panel with the heat map of a tag. The values are read from table.csv when the panel is drawn."""
 
     directory: Path
     tag: str
@@ -94,14 +100,14 @@ class _Picture(Panel):
 
 @dataclass(slots=True)
 class _Tag:
-    """Columns and pictures of a tag so far.
+    """Progress of the heat map of one tag.
 
     Attributes:
-        healthy: Bounds of healthy numbers.
-        count: Number of columns.
-        step: Step of the last column.
-        drawn: Number of columns in the last picture.
-        drawn_at: Time of the last picture, by time.monotonic.
+        healthy: Bounds of the values that count as healthy.
+        count: Number of columns written so far.
+        step: Optimizer step of the last column.
+        drawn: Number of columns in the last picture. 0: no picture was drawn.
+        drawn_at: Time of the last picture, or of the first column before any picture, by time.monotonic.
     """
 
     healthy: Healthy
@@ -112,12 +118,13 @@ class _Tag:
 
 
 class HeatMaps:
-    """Writer of the run's table.csv, which contains the columns of hooks, and source of the heat maps drawn from it.
+    """Writer of the run's table.csv and of the heat maps that are drawn from this table.
 
-    The table has a row for each step, and a column for each part of each tag, such as `gradients/norm/hidden.weight`.
+    The table contains the values that hooks log for each layer or parameter. It has a row for each step. A column is
+    named by the tag and the layer or parameter, such as `gradients/norm/hidden.weight`.
 
     Args:
-        directory: Run directory. If None, nothing is written.
+        directory: Run directory. None: nothing is written.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -127,17 +134,20 @@ class HeatMaps:
         self._last_write = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """Remove an earlier process's rows from step `step` onward, because training starts at this step."""
+        """Remove the rows from step `step` onward, because training starts at this step and writes them again."""
         self._guard(lambda table: table.purge(step))
 
     def replace_columns(self, panels: Mapping[str, Panel], step: int) -> dict[str, Panel]:
-        """Add the columns of a step to the table, and return the other panels of the step.
+        """Add the Column panels of a step to the table, and return the panels that loggers receive instead.
 
-        A column has one value for each layer or parameter. If the heat map of a tag is due, the result contains it.
+        A Column panel has one value for each layer or parameter.
 
         Args:
             panels: Panels by tag.
             step: Number of completed optimizer steps.
+
+        Returns:
+            Panels by tag: all panels that are not a Column, and the heat maps that are due for a new picture.
         """
         shown = {tag: panel for tag, panel in panels.items() if not isinstance(panel, Column)}
         for tag, column in panels.items():
@@ -148,7 +158,7 @@ class HeatMaps:
             now = time.monotonic()
             known = self._tags.setdefault(tag, _Tag(column.healthy, drawn_at=now))
             known.count, known.step = known.count + 1, step
-            # The time since the first column also counts, so that a short run draws only at its end.
+            # The time is also measured from the first column, so that a short run draws only at its end.
             if known.count >= 2 * known.drawn and now - known.drawn_at > SECONDS_BETWEEN_PICTURES:
                 shown |= self._draw(tag)
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
@@ -156,12 +166,16 @@ class HeatMaps:
         return shown
 
     def save(self) -> None:
-        """Write the table."""
+        """Write the buffered rows to the table."""
         self._last_write = time.monotonic()
         self._guard(StepTable.write)
 
     def end(self) -> dict[int, dict[str, Panel]]:
-        """Write the table. Return the heat maps with columns that are not yet drawn, by their last step."""
+        """Write the table, and return the heat maps with columns that are not in a picture yet.
+
+        Returns:
+            Heat maps by tag, by the optimizer step of their last column.
+        """
         self.save()
         found: dict[int, dict[str, Panel]] = {}
         for tag, known in self._tags.items():

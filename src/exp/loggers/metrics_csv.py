@@ -1,6 +1,6 @@
-"""Logger that writes all numbers of a run to one table, metrics.csv.
+"""Logger that writes all scalars of a run to the table metrics.csv.
 
-A resumed run continues the table, in contrast to Lightning's CSVLogger.
+A resumed run appends to the same table. Lightning's CSVLogger would start a new table.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from exp.loggers.step_table import StepTable
 class CsvLogger(RunLogger):
     """Logger that writes `metrics.csv` to the run directory, with a row per step and a column per tag.
 
-    If the file cannot be written, calls that write raise OSError.
+    If the file cannot be written, methods that write it raise OSError.
 
     Args:
-        directory: Run directory; set by build.py.
-        flush_seconds: Seconds between two writes. Default: 5.
+        directory: Run directory. exp sets it.
+        flush_seconds: Minimum seconds between two writes. Default: 5.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
@@ -50,19 +50,19 @@ class CsvLogger(RunLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Do nothing, because config.yaml and provenance.json are next to the table."""
+        """Do nothing, because the run directory also contains config.yaml and provenance.json."""
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, object] | Namespace, *args: object, **kwargs: object) -> None:
-        """Do nothing, because config.yaml is next to the table."""
+        """Do nothing, because the run directory also contains config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add numbers by tag. Consecutive calls with the same step share a row.
+        """Add scalars to the table. Consecutive calls with the same step add to the same row.
 
         Args:
-            metrics: Numbers by tag.
-            step: Number of completed optimizer steps. None uses the last step. Default: None.
+            metrics: Scalars by tag.
+            step: Number of completed optimizer steps. Default: None, the step of the previous call.
         """
         self._table.add(metrics, self._step_of(step))
         if time.time() - self._last_write >= self.flush_seconds:

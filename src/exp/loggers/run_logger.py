@@ -1,4 +1,4 @@
-"""Base class of exp's loggers, with descriptions of runs and notes for a resume."""
+"""Base class of exp's loggers, and tools that create loggers, ignore their errors and describe the run to them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Description:
     """Description of a run, logged before its first step.
 
     Attributes:
-        hyperparameters: Values by dotted key in which the run may differ from other runs.
-        metrics: Tags by which runs are compared, such as `loss/val`.
-        config: The whole config as plain, resolved values.
-        texts: Markdown texts by name: the config, the command, the revision.
-        tags: Tags that the user set in the config.
+        hyperparameters: Values by dotted key that may differ between runs, such as the learning rate.
+        metrics: Tags of scalars by which runs are compared, such as `loss/val`.
+        config: The whole config as nested dicts and lists, with interpolations resolved.
+        texts: Markdown texts by name: `config`, `command` and, in a git repository, `git`.
+        tags: Value of the config key `tags`.
     """
 
     hyperparameters: Mapping[str, object]
@@ -45,7 +45,7 @@ def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequ
     """Return the description of a run.
 
     Args:
-        plain: The whole config as plain, resolved values.
+        plain: The whole config as nested dicts and lists, with interpolations resolved.
         directory: Run directory.
         overrides: Overrides of the command line.
     """
@@ -59,33 +59,42 @@ def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequ
 
 
 class RunLogger(Logger):
-    """Logger that receives panels and a description in addition to numbers. Its methods act only on rank 0."""
+    """Lightning logger that also logs panels, such as images, and a description of the run.
+
+    The methods have an effect only on rank 0.
+    """
 
     @abstractmethod
     def describe(self, description: Description) -> None:
-        """Log the description. Called once in each process of the run, before the first step."""
+        """Log the description of the run. A run and each resume of the run call this method once, before the first
+        step."""
 
     @abstractmethod
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Log histograms, images, texts and curves by tag, with tensors on the CPU. Skip unsupported classes."""
+        """Log panels: histograms, images, texts and curves. Classes of panels that are not supported are skipped.
+
+        Args:
+            panels: Panels by tag, with tensors on the CPU.
+            step: Number of completed optimizer steps.
+        """
 
     @abstractmethod
     def purge(self, step: int) -> None:
-        """Remove the values from step `step` onward. Training starts at this step and logs them again."""
+        """Remove logged values from step `step` onward, because training starts at this step and logs them again."""
 
     @abstractmethod
     def end(self, status: str) -> None:
         """Log the end of the run.
 
         Args:
-            status: completed, pruned, failed or interrupted.
+            status: Status of the run: completed, pruned, failed or interrupted.
         """
 
     # Last optimizer step that was logged.
     _latest = 0
 
     def _step_of(self, step: int | None) -> int:
-        """Return the step; for None, the last logged step."""
+        """Return the given step and record it as the last logged step. For None, return the last logged step."""
         self._latest = self._latest if step is None else step
         return self._latest
 
@@ -98,7 +107,7 @@ CALLED = (
 
 
 def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
-    """Return a logger whose errors do not end the run. If it cannot be created, log a warning and return None.
+    """Return a logger that cannot end the run by an error. If the logger cannot be created, warn and return None.
 
     Args:
         make: Function that creates the logger.
@@ -114,7 +123,7 @@ def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
         raise
     except ConfigError as error:
         cause = error.__cause__
-        # Other exceptions come from a service that is not reachable.
+        # Other exceptions mean that the logger's service is not reachable.
         is_of_values = isinstance(cause, REFUSALS) and not isinstance(cause, OSError | RuntimeError)
         if cause is None or is_of_values or isinstance(cause, ExpError | MisconfigurationException | SystemExit):
             raise
@@ -125,7 +134,9 @@ def make_logger(make: Callable[[], Logger], *, name: str) -> Logger | None:
 
 
 def has_begun(logger: Logger, *, name: str) -> bool:
-    """Return whether a logger can open its store, as Lightning does when a run begins. If not, log a warning.
+    """Return whether a logger can open its files or connect to its service. If not, log a warning.
+
+    The function reads the attribute `experiment`, as Lightning does at the start of a run.
 
     Args:
         logger: The logger.
@@ -142,9 +153,14 @@ def has_begun(logger: Logger, *, name: str) -> bool:
 
 
 def isolate_errors(logger: Logger, *, name: str) -> Logger:
-    """Make a run continue if this logger fails. A warning is logged once, and the logger is not called again.
+    """Return the logger with changed methods, so that the run continues if the logger fails.
 
-    An unreachable service would take minutes at every write, and a full disk stays full.
+    After the first error, a warning is logged, and all methods do nothing. They are not tried again, because an
+    unreachable service would take minutes at every write.
+
+    Args:
+        logger: The logger, which is changed in place.
+        name: Config key, such as `logger.tensorboard`.
     """
     has_failed = False
 
@@ -172,7 +188,10 @@ def isolate_errors(logger: Logger, *, name: str) -> Logger:
 
 
 class Notes:
-    """Small JSON file with the id of the run in a logger's store, and the last written step.
+    """JSON file in which a logger stores values for a resumed run, such as the id of the run at a service.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -189,14 +208,20 @@ class Notes:
         write_atomic(self.path, json.dumps(self.values) + "\n")
 
 
-# The Text tab freezes on a longer diff. provenance.json contains the whole diff.
+# Maximum length of the logged diff, because TensorBoard's Text tab freezes on a longer diff. provenance.json contains
+# the whole diff.
 MAX_DIFF_CHARACTERS = 100_000
 
 
 def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the texts `config` and `command`, read from files of the run directory.
+    """Return Markdown texts about a run: `config`, `command` and, in a git repository, `git`.
 
-    In a repository, add the text `git`.
+    Args:
+        directory: Run directory, from which config.yaml and provenance.json are read.
+        overrides: Overrides of the command line.
+
+    Returns:
+        Texts by name.
     """
     provenance = json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
     command = shlex.join(["python", "-m", "exp.train", *overrides])
@@ -216,7 +241,12 @@ def texts(directory: Path, *, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def fence(text: str, *, language: str = "") -> str:
-    """Return a Markdown code block. Its fence is longer than the fences within the text."""
+    """Return a Markdown code block with a text. The fence is longer than all fences within the text.
+
+    Args:
+        text: Content of the code block.
+        language: Language for syntax highlighting, such as "yaml". Default: none.
+    """
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence_marks = "`" * max(3, longest + 1)
     return f"{fence_marks}{language}\n{text}\n{fence_marks}"

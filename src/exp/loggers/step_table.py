@@ -1,4 +1,4 @@
-"""CSV file with a row per step and a column per tag, which a resumed run continues."""
+"""CSV file with a row per step and a column per tag. A resumed run appends to the file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Row = dict[str, float | str]
 
 
 class StepTable:
-    """CSV file with a row per step, and a column per tag in the order of the tags' first values.
+    """CSV file with a row per step and a column per tag.
 
-    Missing values are empty. A new tag adds a column, for which the file is replaced. If the file cannot be written,
-    calls that write raise OSError.
+    Columns are in the order in which tags first have a value. A cell without a value is empty. If a new tag adds a
+    column, the whole file is replaced. If the file cannot be written, methods that write it raise OSError.
 
     Args:
-        path: Path of the file, which the first write creates.
+        path: Path of the file. The first write creates the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,13 +31,23 @@ class StepTable:
         self._last: Row | None = None
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Add numbers by tag without writing them. Consecutive calls with the same step share a row."""
+        """Add numbers to the buffer, without writing them. Consecutive calls with the same step add to the same row.
+
+        Args:
+            values: Numbers by tag.
+            step: Number of completed optimizer steps.
+        """
         if not self._rows or self._rows[-1][STEP] != step:
             self._rows.append({STEP: step})
         self._rows[-1].update(values)
 
     def write(self, *, keep: int = 0) -> None:
-        """Write the buffered rows except the last `keep` rows. A validation may still add values to the last row."""
+        """Write the buffered rows.
+
+        Args:
+            keep: Number of last rows that stay in the buffer, because a validation may still add values to them.
+                Default: 0.
+        """
         count = len(self._rows) - keep
         rows, self._rows = self._rows[:count], self._rows[count:]
         if rows:
@@ -49,7 +59,10 @@ class StepTable:
             self._rewrite(lambda row: int(row[STEP]) < step)
 
     def read(self) -> Iterator[dict[str, str]]:
-        """Yield the rows of the file. An incomplete last row, which a killed process may have left, is skipped."""
+        """Yield the rows of the file as dicts from tag to text.
+
+        A killed process may have left an incomplete last row. This row is skipped.
+        """
         if self.path.is_file():
             with self.path.open(newline="", encoding="utf-8") as file:
                 yield from csv.DictReader(line for line in file if line.endswith("\n"))
@@ -61,7 +74,8 @@ class StepTable:
             for held in self.read():
                 self._last = {**held}
         step, last = rows[0][STEP], self._last or {STEP: -1}
-        # If the last row in the file has the same step, for example after a repeated test, the values are added to it.
+        # If the last row in the file has the same step, for example after a repeated test, this row gets the new
+        # values.
         is_split = int(last[STEP]) == step
         if is_split:
             rows = [{**{tag: value for tag, value in last.items() if value != ""}, **rows[0]}, *rows[1:]]
@@ -78,7 +92,12 @@ class StepTable:
             file.write(text.getvalue())
 
     def _rewrite(self, is_kept: Callable[[dict[str, str]], bool], more: Sequence[Row] = ()) -> None:
-        """Replace the file by the rows for which `is_kept` is true and the rows in `more`, with the current columns."""
+        """Replace the file atomically. The new file has the current columns.
+
+        Args:
+            is_kept: Function that returns whether a row of the old file is kept.
+            more: Rows to write after the kept rows.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = self.read()
         first = next(rows, None)

@@ -1,12 +1,13 @@
 """Read and write TensorBoard's event files.
 
-A record is a length, its checksum, the bytes of an Event and their checksum, little-endian.
+An event file is a sequence of records. A record consists of a length, the checksum of the length, the bytes of an
+Event, and the checksum of these bytes. Numbers are little-endian.
 
-`EventFile` appends batches of events, with one write per batch. No thread is used, so errors are raised at once.
-tensorboard's writer computes the checksum byte by byte in Python. For a step's event of 8 values (280 bytes) this takes
-40 us, ten times as long as its encoding. The NumPy gather of this module takes a sixth of that.
+`EventFile` appends lists of events, with one write per list. No thread is used, so errors are raised immediately.
+tensorboard's own writer computes checksums byte by byte in Python. For an event with 8 values (280 bytes), this takes
+40 us, ten times as long as encoding the event. This module computes checksums by NumPy in a sixth of that time.
 
-`read_curves` reads scalars. Incomplete or damaged files raise no error.
+`read_curves` reads scalars. It does not raise an error for incomplete or damaged files.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ EVENTS = "events.out.tfevents.*"
 
 
 class EventFile:
-    """Event file that is created by the first write. A write after `close` appends to the same file.
+    """Event file for writing. The first write creates the file. A write after `close` appends to the same file.
 
     Args:
-        directory: Directory of the file, which is created if needed.
+        directory: Directory of the file. The first write creates the directory if needed.
         suffix: End of the file name. Default: empty.
     """
 
@@ -46,7 +47,7 @@ class EventFile:
         self._file: IO[bytes] | None = None
 
     def write(self, events: Sequence[Event]) -> None:
-        """Append events in one write.
+        """Append events to the file in one write.
 
         Raises:
             OSError: The directory or the file cannot be written.
@@ -83,7 +84,12 @@ class EventFile:
 
 
 def _next_path(directory: Path, suffix: str) -> Path:
-    """Return a file name that sorts after the existing ones, because TensorBoard sorts files by name."""
+    """Return the path of a new event file. Its name sorts after all existing names, because TensorBoard reads in order.
+
+    Args:
+        directory: Directory of the event files.
+        suffix: End of the file name.
+    """
     earlier = [path.name.split(".")[3] for path in directory.glob(EVENTS)]
     stamp = max([int(time.time()), *(int(text) + 1 for text in earlier if text.isdecimal())])
     return directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0{suffix}"
@@ -94,10 +100,13 @@ _BLOCK = 1024
 
 
 def encode_records(contents: Sequence[bytes]) -> bytes:
-    """Return the contents as records.
+    """Return the bytes of one record for each content.
 
-    A record is the uint64 length, the uint32 masked CRC of the length, the bytes, and the uint32 masked CRC of the
-    bytes.
+    A record consists of the length (uint64), the masked CRC of the length (uint32), the content, and the masked CRC of
+    the content (uint32).
+
+    Args:
+        contents: Serialized events.
     """
     parts: list[bytes] = []
     for content in contents:
@@ -114,11 +123,12 @@ def _header(length: int) -> bytes:
 def masked_crc32c(content: bytes) -> bytes:
     """Return the CRC-32C (RFC 3720) of `content`, masked as TFRecord requires: a little-endian uint32.
 
-    A CRC is linear: it is the exclusive or of one term per byte. A term depends on the byte's value and its distance
-    from the end. The register, which starts at all ones, is combined with the first four bytes of each block.
+    A CRC is linear: it is the exclusive or of one term per byte. A term depends on the byte's value and on the byte's
+    distance from the end. The content is processed in blocks. The CRC of the previous blocks, initially all ones, is
+    combined with the first four bytes of the next block.
 
     Args:
-        content: At least four bytes, as every event and every length has.
+        content: At least four bytes. All events and lengths have at least four.
     """
     contributions, offsets = _contributions()
     register = 0xFFFFFFFF
@@ -134,10 +144,11 @@ def masked_crc32c(content: bytes) -> bytes:
 
 @cache
 def _contributions() -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays for the computation of a CRC.
+    """Return two lookup arrays for the computation of a CRC.
 
     Returns:
-        The term of byte b at distance d from the end, at index d * 256 + b; and the values d * 256 for decreasing d.
+        Terms, uint32. The term of byte b at distance d from the end has the index d * 256 + b.
+        Offsets, int64: the numbers d * 256 for decreasing d.
     """
     first: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
@@ -150,10 +161,10 @@ def _contributions() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_records(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the contents of the records. Checksums are not verified.
+    """Yield the content of each record in an event file. Checksums are not verified.
 
     Raises:
-        EOFError: The last record is incomplete: it is still being written, or was cut off.
+        EOFError: The last record is incomplete, because it is still being written or its writer was killed.
     """
     left = os.fstat(file.fileno()).st_size
     while left:
@@ -169,11 +180,11 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """Values of one tag of one run.
+    """Scalars of one tag of one run.
 
     Attributes:
         steps: Optimizer steps in increasing order, int64 `[N]`.
-        values: Values, float64 `[N]`. They may be nan or infinite.
+        values: Scalar at each step, float64 `[N]`. Values may be nan or infinite.
     """
 
     steps: np.ndarray
@@ -182,11 +193,11 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Curves in a directory.
+    """Curves that were read from the event files in a directory.
 
     Attributes:
-        by_tag: Requested curves that exist, by tag.
-        problems: A text for each file or event that cannot be read.
+        by_tag: Curves by tag. Tags without values are missing.
+        problems: Messages about files and events that cannot be read.
     """
 
     by_tag: dict[str, Curve] = field(default_factory=dict)
@@ -196,9 +207,9 @@ class Curves:
 def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
     """Return the scalars in a run's event files. Events that cannot be read are skipped and reported.
 
-    If the directory does not exist, there are no curves. Files are read in the order of their names. If a session
-    starts at a step, earlier values of this and later steps are dropped, as TensorBoard does for a resumed run. If a
-    step has two values, the later one counts.
+    If the directory does not exist, the result has no curves. Files are read in the order of their names. An event that
+    a resumed run writes at its first step discards previous values of this step and of later steps, as in TensorBoard.
+    If a step has two values, the last value is used.
 
     Args:
         directory: Directory with the event files.
@@ -235,14 +246,22 @@ def _curve(found: dict[int, float]) -> Curve:
 
 
 class _Points:
-    """Values by tag and step."""
+    """Scalars by tag and step, collected from events.
+
+    Args:
+        wants: Function that returns whether to collect the scalars of a tag.
+    """
 
     def __init__(self, *, wants: Callable[[str], bool]) -> None:
         self.by_tag: dict[str, dict[int, float]] = {}
         self._wants = wants
 
     def add(self, event: Event) -> None:
-        """Add the scalars of an event. Raise TypeError or ValueError for a damaged tensor."""
+        """Add the scalars of an event.
+
+        Raises:
+            TypeError, ValueError: The event contains a damaged tensor.
+        """
         if event.session_log.status == SessionLog.START:
             for tag, found in self.by_tag.items():
                 self.by_tag[tag] = {at: value for at, value in found.items() if at < event.step}
@@ -263,7 +282,7 @@ def _scalar(value: Summary.Value) -> float | None:
 
 
 def _read(file: BinaryIO, points: _Points) -> Iterator[str]:
-    """Add the events of a file to `points`, and yield the problems of the file."""
+    """Add the scalars of an event file to `points`. Yield a message for each problem of the file."""
     count = damaged = 0
     try:
         for count, content in enumerate(read_records(file), start=1):  # noqa: B007

@@ -1,7 +1,8 @@
-"""Data of TensorBoard's HParams page: its columns, and the start and end of each session. A session is a run.
+"""Events for TensorBoard's HParams page: the declaration of its columns, and the start and end of each run.
 
-A sweep declares the columns in an event file in its directory, with the domain of each swept key. Its jobs repeat the
-declaration, because TensorBoard uses the first declaration that it finds.
+TensorBoard calls a run a session. A sweep declares the columns in an event file in the directory of the sweep, with the
+allowed values of each swept key. The jobs of the sweep write the same declaration, because TensorBoard uses the first
+declaration that it finds.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from exp.spelling import show
 from exp.tensorboard.event_file import EVENTS, EventFile, read_records
 
-# Suffixes of event files that contain an end which a restart may undo, and of files that contain a sweep's declaration.
+# Suffix of the event file with the end of a run that is not completed. A restart of the run removes the file.
 UNFINISHED = ".unfinished"
+# Suffix of the event file with the declaration of a sweep.
 OF_SWEEP = ".sweep"
-# Maximum number of directory levels from a job up to its sweep, because hydra.sweep.subdir may contain folders.
+# Maximum number of directory levels from a job up to its sweep. It is above 1 because hydra.sweep.subdir may contain
+# folders.
 LEVELS = 4
 
 _STATUS = {
@@ -32,7 +35,7 @@ _STATUS = {
 }
 
 
-# Domain of a swept key: the values of a list, or the two ends of an interval.
+# Allowed values of a swept key: a list of values, or the two ends of an interval.
 Domain = list[object] | tuple[float, float]
 
 
@@ -42,9 +45,10 @@ def declaration(
     """Return the declaration of the columns of the HParams page.
 
     Args:
-        params: Values of each dotted key. Values of several types are converted to text, so that 1 and 1.0 differ.
-        metrics: Tags of scalars, such as `loss/val`.
-        domains: Domains of the swept keys, which are shown first. Default: None.
+        params: List of values by dotted key. If the values of a key have several types, they are converted to text, so
+            that 1 and 1.0 differ.
+        metrics: Tags of scalars that are shown as columns, such as `loss/val`.
+        domains: Allowed values by swept key. The page shows these keys first. Default: None, no swept keys.
     """
     found = api_pb2.Experiment(
         time_created_secs=time.time(),
@@ -64,7 +68,15 @@ def declaration(
 
 
 def declare(directory: Path, declared: api_pb2.Experiment) -> None:
-    """Write the declaration of a sweep to its directory, and replace an existing one. Raise OSError on failure."""
+    """Write the declaration of a sweep to an event file. An existing declaration is replaced.
+
+    Args:
+        directory: Directory of the sweep.
+        declared: Declaration of the columns.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     for path in directory.glob(EVENTS + OF_SWEEP):
         path.unlink(missing_ok=True)
     file = EventFile(directory, suffix=OF_SWEEP)
@@ -98,9 +110,10 @@ def start_summaries(
     """Return the summaries that declare the columns and start the session of a run.
 
     Args:
-        params: Values by dotted key.
-        metrics: Tags of scalars.
-        declared: Declaration of the sweep. It is ignored if it lacks one of the keys. Default: None.
+        params: Values of the run by dotted key.
+        metrics: Tags of scalars that are shown as columns.
+        declared: Declaration of the sweep. It is ignored if it lacks a key of `params`. Default: None, the run is not a
+            job.
     """
     if declared is None or not params.keys() <= {info.name for info in declared.hparam_infos}:
         declared = declaration({key: [value] for key, value in params.items()}, metrics)
@@ -130,7 +143,7 @@ def end_summary(status: str) -> Summary:
 
 
 def has_begun(directory: Path) -> bool:
-    """Return whether a process of the run has written events to the directory."""
+    """Return whether an event file of the run exists in a directory. Files with the suffix UNFINISHED do not count."""
     return any(not path.name.endswith(UNFINISHED) for path in directory.glob(EVENTS))
 
 
@@ -139,9 +152,13 @@ def _text(value: object) -> str:
 
 
 def _data_type(values: Sequence[object]) -> int:
-    """Return the data type of a column.
+    """Return TensorBoard's data type for a column of the HParams page: boolean, number or text.
 
-    The type is text for values of several types, and for equal numbers of different types.
+    Values of several types are text. An exception is a mix of ints and floats, which are numbers. If an int and a float
+    are equal, such as 1 and 1.0, all values are text, so that they differ.
+
+    Args:
+        values: Values in the column.
     """
     kinds = {type(value) for value in values}
     if kinds == {bool}:

@@ -1,4 +1,4 @@
-"""Lightning logger that writes TensorBoard events, and takes a few microseconds per step."""
+"""Lightning logger that writes TensorBoard events. Logging takes a few microseconds per step."""
 
 from __future__ import annotations
 
@@ -36,15 +36,19 @@ Values = Mapping[str, float | Panel | Summary.Value]
 class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     """Logger that writes scalars, panels, texts and hyperparameters to `tensorboard/` in the run directory.
 
-    It writes only on rank 0. An event contains all values of a step. Events are buffered as plain values, and are
-    encoded and written together. A write occurs when 200 events are buffered, when a value arrives `flush_seconds`
-    after the last write, and in `save`, `finalize` and `end`. The first write creates the file. Values may follow
-    `finalize`, because the test stage follows fit. If the folder cannot be written, or the disk is full, calls that
-    write raise OSError.
+    The logger writes only on rank 0. An event contains all values of a step. Events are buffered, and later encoded and
+    written together. The buffer is written in these cases:
+
+    - 200 events are buffered.
+    - A value is logged `flush_seconds` after the last write.
+    - `save`, `finalize` or `end` is called.
+
+    The first write creates the file. Values may be logged after `finalize`, because the test stage runs after fit. If
+    the folder cannot be written, methods that write raise OSError.
 
     Args:
-        directory: Run directory; set by build.py.
-        flush_seconds: Maximum seconds until a value is visible. Default: 5.
+        directory: Run directory. exp sets it.
+        flush_seconds: Seconds after a write until a new value causes the next write. Default: 5.
     """
 
     def __init__(self, *, directory: str | Path, flush_seconds: Annotated[float, Ge(0)] = 5.0) -> None:
@@ -53,9 +57,9 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         self._writer: Experiment | None = None
         self.directory = Path(directory) / "tensorboard"
         self.flush_seconds = flush_seconds
-        # True if another process has started and described this run.
+        # True if an earlier process of this run has already written the description.
         self._is_continued = has_begun(self.directory)
-        # Values that an earlier process wrote for steps before this step are kept.
+        # First step of this process. Values that an earlier process wrote for previous steps are kept.
         self._begins = math.inf if self._is_continued else 0.0
         self._layout = Layout()
         self._file = EventFile(self.directory)
@@ -71,14 +75,15 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Experiment:
-        """SummaryWriter on the same event file. Callbacks and modules use it to add figures."""
+        """SummaryWriter that writes to the logger's event file. Callbacks and modules use it, for example for
+        figures."""
         if self._writer is None:
             self._writer = Experiment(self)
         return self._writer
 
     @rank_zero_only
     def add_event(self, event: Event) -> None:
-        """Write an event of the SummaryWriter `experiment`."""
+        """Write an event that was logged through the SummaryWriter `experiment`."""
         if event.HasField("summary"):
             self._add(event.step, {value.tag: value for value in event.summary.value}, event.wall_time)
         else:
@@ -86,11 +91,11 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add scalars by tag.
+        """Log scalars.
 
         Args:
-            metrics: Numbers by tag.
-            step: Number of completed optimizer steps. None uses the last step. Default: None.
+            metrics: Scalars by tag.
+            step: Number of completed optimizer steps. Default: None, the step of the previous call.
         """
         self._add(self._step_of(step), metrics)
 
@@ -99,14 +104,14 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
             known = written_at(self.directory, step)
             values = {tag: value for tag, value in values.items() if tag not in known}
         now = time.time()
-        # Copied, because the caller may change the mapping before it is written.
+        # Copied, because the caller may change the mapping before the buffer is written.
         self._waiting.append((wall_time or now, step, {**values}))
         if len(self._waiting) >= _EVENTS_A_WRITE or now - self._last_write >= self.flush_seconds:
             self.save()
 
     @rank_zero_only
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:
-        """Add histograms, images, texts and curves by tag.
+        """Log panels: histograms, images, texts and curves.
 
         Args:
             panels: Panels by tag, with tensors on the CPU.
@@ -116,7 +121,8 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Write the run's row of the HParams tab. In the first process of the run, also write the texts."""
+        """Write the run's row of the HParams tab. The first process of the run also writes the texts of the
+        description."""
         self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
         if not self._is_continued:
             texts = [text_value(name, text) for name, text in description.texts.items()]
@@ -135,7 +141,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
         """
         plain = vars(params) if isinstance(params, Namespace) else params
         metrics = [] if metrics is None else list(metrics)
-        # The run was restarted. The old end is removed, because TensorBoard would use the first end that it reads.
+        # The end of an earlier process is removed, because TensorBoard would use the first end that it reads.
         for path in self.directory.glob(EVENTS + UNFINISHED):
             path.unlink(missing_ok=True)
         self._may_be_pruned = self._may_be_pruned or PRUNED_TAG in metrics
@@ -144,9 +150,10 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def purge(self, step: int) -> None:
-        """Mark earlier values from step `step` onward as invalid, because a resumed run starts at this step.
+        """Discard the values of an earlier process from step `step` onward, because a resumed run starts at this step.
 
-        The start is written twice, because TensorBoard's reader ignores the first one in a folder (2.21).
+        An event marks these values as invalid for TensorBoard. The event is written twice, because TensorBoard 2.21
+        ignores the first such event in a folder.
         """
         if not self._is_continued:
             return
@@ -165,7 +172,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     def finalize(self, status: str) -> None:
         """Write the buffered events and close the file.
 
-        Lightning calls this method after each stage. It may be called twice.
+        Lightning calls this method after each stage. The method may be called several times.
         """
         if self._waiting:
             self.save()
@@ -175,10 +182,11 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     def end(self, status: str) -> None:
         """Write the end of the run to the HParams tab.
 
-        An end that a restart may undo is written to a separate file, which the next start removes.
+        If the run is not completed, a restart may continue it. The end is then written to a separate file, which the
+        restart removes.
 
         Args:
-            status: completed, pruned, failed or interrupted.
+            status: Status of the run: completed, pruned, failed or interrupted.
         """
         if self._writer is not None:
             self._writer.close()
@@ -204,7 +212,8 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 class Experiment(SummaryWriter):
     """SummaryWriter that writes to the event file of a TensorBoardLogger.
 
-    Private property of torch (2.13), tested: SummaryWriter calls `_get_file_writer` to get the writer of its file.
+    This class overrides the private method `_get_file_writer` of torch 2.13, which returns the writer of the file. A
+    test checks that torch still calls this method.
     """
 
     # Attributes of torch's class, which does not declare their types.
@@ -222,7 +231,7 @@ class Experiment(SummaryWriter):
         return self.file_writer
 
     def flush_others(self) -> None:
-        """Flush the files that `add_scalars` opens, one for each curve."""
+        """Flush the additional files that SummaryWriter.add_scalars opens, one for each curve."""
         for writer in (self.all_writers or {}).values():
             if writer is not self.file_writer:
                 writer.flush()
@@ -251,7 +260,14 @@ class FileOfLogger(FileWriter):
 
 
 def written_at(directory: Path, step: int) -> set[str]:
-    """Return the tags that have a value at a step. An earlier process of the run may already have logged the test."""
+    """Return the tags that already have a value at a step in the event files of a directory.
+
+    For example, an earlier process of the run may have logged the test metrics at this step.
+
+    Args:
+        directory: Directory of the event files.
+        step: Number of completed optimizer steps.
+    """
     found: set[str] = set()
     for path in sorted(directory.glob(EVENTS)):
         with path.open("rb") as file, suppress(EOFError, DecodeError):

@@ -1,4 +1,4 @@
-"""Conversion of panels and of the custom scalars layout to TensorBoard's format."""
+"""Conversion of panels to TensorBoard's format, and the layout of TensorBoard's Custom Scalars tab."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from exp.hooks.panels import Histogram, Image, Panel, PrecisionRecallCurve, Text
 
 
 def summary_value(tag: str, panel: Panel) -> Summary.Value:
-    """Return a panel as a summary value. The panel's tensors must be on the CPU."""
+    """Return a panel in TensorBoard's format. The panel's tensors must be on the CPU."""
     return _KINDS[type(panel)](tag, panel)
 
 
 def text_value(tag: str, text: str) -> Summary.Value:
-    """Return a Markdown text as a summary value."""
+    """Return a Markdown text in TensorBoard's format."""
     metadata = text_metadata(display_name="", description="")
     return Summary.Value(tag=tag, metadata=metadata, tensor=_bytes(text.encode()))
 
@@ -91,7 +91,8 @@ _KINDS: dict[type[Panel], Callable[..., Summary.Value]] = {
 }
 
 
-# The same for every config, because TensorBoard merges the charts of all runs and would show different charts twice.
+# Charts of the Custom Scalars tab: the regular expression of the tags in a chart, by section and title. All runs use
+# these charts, because TensorBoard shows the charts of all runs together and would show different charts twice.
 CHARTS: dict[str, dict[str, str]] = {
     "Overview": {
         "loss": r"^loss/(train|train_epoch|val|test)$",
@@ -135,14 +136,17 @@ CHARTS: dict[str, dict[str, str]] = {
 
 
 class Layout:
-    """Layout of the charts for which a run has values. TensorBoard shows the charts of all runs together."""
+    """Layout of the Custom Scalars tab. It contains the charts of CHARTS for which the run has logged values."""
 
     def __init__(self) -> None:
         self._tags: set[str] = set()
         self._shown: set[tuple[str, str]] = set()
 
     def extend(self, tags: Collection[str]) -> Summary | None:
-        """Return the whole layout if `tags` add a chart; None otherwise. TensorBoard uses the last layout of a run."""
+        """Add tags with values to the layout. Return the whole new layout if a chart was added, otherwise None.
+
+        The layout must then be written again, because TensorBoard uses the last layout of a run.
+        """
         new = set(tags) - self._tags
         if not new:
             return None

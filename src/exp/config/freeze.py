@@ -30,16 +30,19 @@ from exp.redaction import mask_secrets
 
 
 def freeze(config: DictConfig) -> Path:
-    """Make the run directory of a composed config, and write overrides.yaml, provenance.json and config.yaml.
+    """Create the run directory of a composed config, and write overrides.yaml, provenance.json and config.yaml.
 
-    If the directory exists, `-2`, `-3` and so on are appended to the name of the new one. A directory passed to
-    `take_directory` is used under the same name, although it exists.
+    If a directory of this name exists, `-2`, `-3` and so on are appended to the name of the new directory. A directory
+    that `take_directory` has set is used even if it exists.
+
+    Args:
+        config: Composed config, without the hydra node. The path of the run directory is updated in place.
 
     Returns:
-        The absolute path of the new directory.
+        Absolute path of the run directory.
 
     Raises:
-        RunError: The directory cannot be made or written.
+        RunError: The directory cannot be created or written.
     """
     composition = config[COMPOSITION]
     wanted = Path(composition.directory)
@@ -62,14 +65,16 @@ def write_frozen(
 ) -> None:
     """Write overrides.yaml, provenance.json and config.yaml of a run.
 
-    config.yaml is written last, so a run directory with config.yaml is complete even if the process was killed.
+    config.yaml is written last. If a run directory contains config.yaml, it therefore contains all three files, even if
+    the process was killed.
 
     Args:
         directory: Run directory.
         text: Text of config.yaml.
-        overrides: Command-line overrides of the run.
-        origin: Provenance from `shared_origin`, to be reused by several runs of one process. None: it is computed.
-        is_synced: Flush each file to the disk before returning, in 0.5 ms per file.
+        overrides: Overrides of the command line.
+        origin: Result of `shared_origin`, which several runs of one process may share. None: the provenance is
+            computed.
+        is_synced: Sync each file to disk before returning. This takes 0.5 ms per file.
 
     Raises:
         RunError: A file cannot be written.
@@ -95,7 +100,7 @@ def _unwritable(directory: Path, error: OSError) -> RunError:
 
 
 def take_directory(config: DictConfig, directory: Path) -> None:
-    """Set an existing directory as the run directory of a config, so that `freeze` does not make another one."""
+    """Set an existing directory as the run directory of a config, so that `freeze` does not create a new directory."""
     composition = config[COMPOSITION]
     with open_dict(composition):
         composition.directory = literal(str(directory))
@@ -103,7 +108,10 @@ def take_directory(config: DictConfig, directory: Path) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove all files of a run directory except output.log. The run was killed before its first checkpoint."""
+    """Remove all files of a run directory except output.log.
+
+    This is for a run that was killed before its first checkpoint and starts again in the same directory.
+    """
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -112,9 +120,9 @@ def clear(directory: Path) -> None:
 
 
 def make_exclusively(wanted: Path) -> Path:
-    """Make a new directory and return its path.
+    """Create a new directory and return its absolute path.
 
-    If `wanted` exists, the new directory is `wanted-2`, `wanted-3` and so on.
+    If `wanted` exists, the new directory is `wanted-2`. If `wanted-2` exists, it is `wanted-3`, and so on.
     """
     wanted = wanted.absolute()
     wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -128,11 +136,11 @@ def make_exclusively(wanted: Path) -> Path:
 
 
 def record_parent(directory: Path, parent: Mapping[str, object]) -> None:
-    """Add the parent run and the step of the fork to provenance.json.
+    """Write facts about the parent of a forked run to provenance.json.
 
     Args:
         directory: Run directory of the fork.
-        parent: Parent run and step, as written to the file.
+        parent: Facts such as the parent's run directory and the step of the fork, by name.
     """
     path = directory / "provenance.json"
     found = _mask({**json.loads(path.read_text(encoding="utf-8")), "parent": parent})
@@ -145,12 +153,16 @@ def _mask(found: Mapping[str, object]) -> dict[str, object]:
 
 
 def shared_origin() -> Mapping[str, object]:
-    """Return the provenance shared by all runs of this process, with secrets masked and an empty list of overrides."""
+    """Return the provenance that all runs of this process share. Secrets are masked, and `overrides` is empty."""
     return _mask(provenance([]))
 
 
 def provenance(overrides: list[str]) -> dict[str, object]:
-    """Return the provenance of a run as plain values: command, git revision and diff, package versions and machine."""
+    """Return the content of provenance.json: command, git revision and diff, package versions and machine.
+
+    Args:
+        overrides: Overrides of the command line.
+    """
     return {
         "command": sys.argv,
         "overrides": overrides,

@@ -20,7 +20,7 @@ from exp.config.yaml_files import parse_yaml, yaml_text
 from exp.errors import ConfigError, RunError, config_error, describe_exception
 from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
-# The node of a composed config that records its composition. A frozen config does not have it.
+# Node of a composed config that records the files and overrides of the composition. It is not in a frozen config.
 COMPOSITION = "_composition_"
 # The interpolation of the run directory. It replaces `${hydra:runtime.output_dir}`.
 OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
@@ -29,9 +29,9 @@ OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
 OWN_GROUPS = "own_groups"
 ALLOWED = "allow"
 TAKEN = "is_taken"
-# 1 if a search pruned the job, else 0. A tag, because TensorBoard's page of hyperparameters has no state for it.
+# Tag of a scalar that is 1 if a search pruned the job, otherwise 0. TensorBoard's HParams page has no status for this.
 PRUNED_TAG = "sweep/pruned"
-# Standard output of a job of a sweep. The job's process keeps the file open.
+# File with the standard output of a job of a sweep. The job's process keeps the file open.
 OUTPUT = "output.log"
 DISTRIBUTIONS = (
     "exp-framework", "torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "tensorboard", "numpy",
@@ -59,7 +59,7 @@ def read_frozen(directory: Path | str) -> DictConfig:
 
 
 def from_text(text: str, *, name: str) -> DictConfig:
-    """Return the config that `frozen_yaml` wrote as text.
+    """Return the config in a YAML text that `frozen_yaml` returned. Keys of earlier versions of exp are converted.
 
     Args:
         text: YAML text of the config.
@@ -74,7 +74,7 @@ def from_text(text: str, *, name: str) -> DictConfig:
 
 
 def frozen_values(directory: Path) -> dict[str, Any]:
-    """Return the values of config.yaml as written, with the keys of the exp version that wrote the file.
+    """Return the values in a run's config.yaml. Keys of earlier versions of exp are not converted.
 
     Raises:
         RunError: config.yaml is missing or cannot be read.
@@ -84,13 +84,13 @@ def frozen_values(directory: Path) -> dict[str, Any]:
 
 
 def read_overrides(directory: Path | str) -> list[str]:
-    """Return the overrides of a run from overrides.yaml. Interpolations, as in `name=a${seed}`, are not resolved."""
+    """Return the overrides in a run's overrides.yaml. Interpolations, as in `name=a${seed}`, are not resolved."""
     path = Path(directory) / "overrides.yaml"
     return cast(list[str], _parse(_text(path), name=str(path)))
 
 
 def read_parent(directory: Path) -> Mapping[str, object] | None:
-    """Return the parent run and the step of a fork from provenance.json; None if the run is not a fork."""
+    """Return the facts about the parent run that `record_parent` wrote; None if the run is not a fork."""
     path = directory / "provenance.json"
     if not path.is_file():
         return None
@@ -127,7 +127,12 @@ def _parse(text: str, *, name: str) -> object:
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> Any:
-    """Return a copy of nested dicts and lists in which a function has replaced each text."""
+    """Return a copy of nested dicts and lists in which each text is replaced by the result of a function.
+
+    Args:
+        value: Nested dicts and lists.
+        change: Function that returns the new text.
+    """
     if isinstance(value, dict):
         return {name: map_texts(inner, change) for name, inner in value.items()}
     if isinstance(value, list):
@@ -136,12 +141,12 @@ def map_texts(value: object, change: Callable[[str], str]) -> Any:
 
 
 def literal(text: str) -> str:
-    """Return a text with each `${name}` escaped, so that OmegaConf keeps it as text."""
+    """Return a text in which each `${` is escaped, so that OmegaConf does not resolve interpolations in the text."""
     return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
 
 
 def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
-    """Raise ConfigError if `security.allow` of a run directory names packages that the command does not name.
+    """Raise ConfigError if a run's frozen config allows packages that the command does not allow.
 
     Args:
         allow: Packages that the command allows.
@@ -151,14 +156,14 @@ def refuse_more_than(allow: Sequence[str], directory: Path) -> None:
 
 
 def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, is_override: bool = False) -> None:
-    """Raise ConfigError if `security.allow` of a frozen config names packages that the command does not name.
+    """Raise ConfigError if a frozen config allows packages (`security.allow`) that the command does not allow.
 
     Args:
         config: Frozen config.
         allow: Packages that the command allows.
         source: File of the config, for the message.
-        is_override: The command allows packages by the override `security.allow`, or by `allow` in Python. By default,
-            the flag is --allow.
+        is_override: The proposed fix is the override `security.allow`, or the argument `allow` in Python. Default:
+            false, the proposed fix is the flag --allow.
     """
     named = OmegaConf.select(config, "security.allow")
     others = [str(package) for package in named if package not in allow] if isinstance(named, list | ListConfig) else []
@@ -173,10 +178,7 @@ def refuse_untrusted(config: DictConfig, *, allow: Sequence[str], source: str, i
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that affect the results of a run.
-
-    The packages are not imported.
-    """
+    """Return the versions of Python and of the packages in DISTRIBUTIONS, by name. The packages are not imported."""
     return {"python": platform.python_version(), **_installed_versions()}
 
 
@@ -187,14 +189,14 @@ def _installed_versions() -> Mapping[str, str]:
 
 
 def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, object]:
-    """Return the hyperparameters of a run: the keys that the command line sets, learning rate, batch size and seed.
+    """Return the hyperparameters of a run. They are the keys in ALWAYS, the keys that overrides set, and `tags`.
 
     Args:
         plain: Plain values of the config.
-        overrides: Overrides as typed. For a job of a sweep, they include the swept values.
+        overrides: Overrides as typed. In a job of a sweep, they include the swept values.
 
     Returns:
-        Values by dotted key. The value of a group is the chosen option, as in {"model": "lenet"}.
+        Values by dotted key. The value of a config group is the chosen option, as in {"model": "lenet"}.
     """
     known = Values(dict(plain))
     values = {key: known[key] for key in ALWAYS if known[key] not in (None, UNKNOWN)}
@@ -214,11 +216,13 @@ def chosen_values(plain: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def compared_tags(plain: Mapping[str, Any], *, is_trial: bool | None = None) -> list[str]:
-    """Return the tags by which runs are compared: the monitored tag, the tags of a search, and the metrics.
+    """Return the tags of the scalars by which runs are compared on TensorBoard's HParams page.
+
+    They are the monitored tag, the tags that a search optimizes, and the tags of all metrics.
 
     Args:
         plain: Plain values of the config.
-        is_trial: The run is a job of a search. None: it is a job if `sweep.trial` of the config is set.
+        is_trial: Whether the run is a job of a search. Default: None, true if `sweep.trial` is set in the config.
     """
     settings = settings_of(plain)
     monitor, sweep = settings.monitor, settings.sweep

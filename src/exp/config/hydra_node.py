@@ -1,6 +1,6 @@
-"""Check Hydra's own settings.
+"""Checks of Hydra's own settings, which are in the config node `hydra`.
 
-Users may set the directories, the sweeper and the launcher. Any other setting is an error.
+Users may set the directories, the sweeper and the launcher. Any other setting of Hydra is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED = {
     **dict.fromkeys(("hydra.job.env_set", "hydra.job.env_copy"), NO_VARIABLES),
 }
 
-# A directory may begin with an environment variable, because its value comes from the user's shell.
+# An environment variable in the path of a directory. It is trusted, because its value comes from the user's shell.
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
 
 
@@ -65,13 +65,13 @@ def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
 def hydra_node_errors(
     config: DictConfig, layers: Sequence[Layer], *, multirun: bool, typed: Mapping[str, str]
 ) -> list[ErrorDetails]:
-    """Return the errors of the hydra node of a composed config.
+    """Return the errors in the node `hydra` of a composed config.
 
     Args:
-        config: The composed config, with its hydra node.
+        config: Composed config, with the node `hydra`.
         layers: Files that were merged into the config.
         multirun: The command is a sweep (-m).
-        typed: Hydra's keys that the command line sets, each with the text of its value.
+        typed: Texts of the values that the command line sets, by Hydra's key.
     """
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     of_files = [error for layer in layers for error in _file_errors(layer, config)]
@@ -80,7 +80,7 @@ def hydra_node_errors(
 
 
 def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
-    """Yield an error for each setting of Hydra in a file that has no effect or runs code before the check."""
+    """Yield an error for each of Hydra's settings in a file that has no effect in exp or would run code too early."""
     if layer.file is None or layer.file.is_relative_to(OWN_CONF):
         return
     content, source = read_yaml(layer.file), display_path(layer.file)
@@ -96,11 +96,11 @@ def _file_errors(layer: Layer, config: DictConfig) -> Iterator[ErrorDetails]:
 def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetails]:
     """Return an error for each of Hydra's settings and groups in a file that exp does not use.
 
-    Settings with the same value in exp's own train.yaml are accepted.
+    A setting is accepted if exp's own train.yaml has the same value.
 
     Args:
         content: Content of the file.
-        package: Names of the key at which the file is merged.
+        package: Names in the dotted key at which the file is merged.
     """
     own = read_yaml(OWN_CONF / "train.yaml")
     # A user's primary config may begin as a copy of exp's.
@@ -119,7 +119,12 @@ def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetail
 
 
 def settings_of(content: object, package: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield each dotted key below `hydra` that a file sets, with its value. Lists are not split into elements."""
+    """Yield each dotted key below `hydra` that a file sets, with its value. A list is yielded as one value.
+
+    Args:
+        content: Content of the file.
+        package: Names in the dotted key at which the file is merged.
+    """
     if isinstance(content, dict) and content:
         for name, value in content.items():
             if package or name == "hydra":
@@ -129,16 +134,16 @@ def settings_of(content: object, package: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def _hydra_choices(content: object) -> list[tuple[str, str]]:
-    """Return pairs of group and option for Hydra's own groups in the defaults list of a file."""
+    """Return the entries for Hydra's own groups in the defaults list of a file, as pairs (group, option)."""
     choices = [choice for choice in choices_of(content) if choice.group.startswith("hydra/")]
     return [(choice.group, option) for choice in choices for option in choice.options]
 
 
 def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
-    """Return the errors in the settings of the sweeper or the launcher.
+    """Return the errors in the node `hydra.sweeper` or `hydra.launcher`.
 
     Args:
-        config: The composed config, with its hydra node.
+        config: Composed config, with the node `hydra`.
         name: "sweeper" or "launcher".
     """
     key, known = f"hydra.{name}", registered_targets()
@@ -164,10 +169,11 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
 
 
 def _security_keys(plain: object) -> Iterator[str]:
-    """Yield each key of `security` in the settings of a sweeper.
+    """Yield each key in the settings of a sweeper that would set a key below `security`.
 
-    A sweeper turns its parameters into overrides, which cannot be distinguished from overrides of the command line.
-    Some sweepers take lists of overrides, so texts are searched, too.
+    Such keys are refused, because a sweeper converts its parameters to overrides. exp cannot distinguish these
+    overrides from overrides of the command line. Texts are searched, too, because some sweepers have lists of
+    overrides.
     """
     for path, value in leaves(plain):
         word = f"{path}.{value.partition('=')[0]}" if isinstance(value, str) and "=" in value else path
@@ -176,15 +182,15 @@ def _security_keys(plain: object) -> Iterator[str]:
 
 
 def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None) -> list[ErrorDetails]:
-    """Return the errors of a directory for results.
+    """Return the errors of the path of a run directory or sweep directory.
 
-    The directory must have a value and be below the working directory. Only the command line may set a directory
-    outside of the working directory.
+    The path must be known and be within the working directory. Only the command line may set a path outside of the
+    working directory.
 
     Args:
-        config: The composed config, with its hydra node.
-        key: Key of the directory, such as "hydra.run.dir".
-        typed: Value of the key on the command line, if the command line sets the key.
+        config: Composed config, with the node `hydra`.
+        key: Key of the path, such as "hydra.run.dir".
+        typed: Text of the path on the command line. Default: None, the command line does not set the key.
     """
     try:
         directory = OmegaConf.select(config, key, throw_on_missing=True)
@@ -208,13 +214,13 @@ def _directory_errors(config: DictConfig, key: str, *, typed: str | None = None)
 
 
 def _is_below_typed(directory: str, typed: str) -> bool:
-    """Return whether a run directory is below the directory that the command line states without interpolations.
+    """Return whether a directory is within the fixed part of a path on the command line.
 
-    The fixed beginning ends before the first interpolation: for `/disk/${name}` it is `/disk`. The working directory
-    and its parents are not accepted as run directories.
+    The fixed part ends before the first interpolation: for `/disk/${name}`, it is `/disk`. The result is False for the
+    working directory and its parents.
 
     Args:
-        directory: Resolved path.
+        directory: Path of the directory, with interpolations resolved.
         typed: Text of the path on the command line, with interpolations.
     """
     text = ENVIRONMENT.sub(lambda found: os.environ.get(found[1].strip()) or found[0], typed)
@@ -225,7 +231,7 @@ def _is_below_typed(directory: str, typed: str) -> bool:
 
 
 def is_inside(directory: str) -> bool:
-    """Return whether a path is below the working directory. Links are not followed, and `..` is not allowed."""
+    """Return whether a path is within the working directory and contains no `..`. Symbolic links are not followed."""
     path = Path(directory)
     return Path.cwd() in Path(os.path.abspath(path)).parents and ".." not in path.parts
 
@@ -234,8 +240,8 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
     """Return the absolute path of the run directory of a job.
 
     Args:
-        config: The composed config, with its hydra node.
-        sweep: Directory of the sweep that the job belongs to; None for a single run.
+        config: Composed config, with the node `hydra`.
+        sweep: Directory of the sweep that contains the job. None: a single run.
 
     Raises:
         ConfigError: The run directory is outside of the sweep's directory.
@@ -252,12 +258,15 @@ def directory_of(config: DictConfig, *, sweep: str | None) -> str:
 
 
 def resolve_hydra_values(config: DictConfig) -> list[ErrorDetails]:
-    """Replace interpolations of Hydra's values, `${hydra:...}` and `${hydra....}`, by the values.
+    """Replace interpolations of Hydra's values, such as `${hydra:job.num}`, by the values, in place.
 
-    The replacement is needed because the job's config has no hydra node.
+    The replacement is needed because exp removes the node `hydra` from the config.
+
+    Args:
+        config: Composed config, with the node `hydra`.
 
     Returns:
-        An error for each interpolation that has no value before the run.
+        An error for each interpolation without a value before the run.
     """
     errors = []
     for key, text in text_values(raw_values(config)):

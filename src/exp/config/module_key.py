@@ -1,6 +1,6 @@
-"""Checks for the key `module`, by which a config trains a LightningModule of the user.
+"""Checks for the key `module`, with which a config trains a LightningModule of the user.
 
-A run of a module does not use keys such as `model`, `objective` and `optimizer`.
+Such a run does not use keys such as `model`, `objective` and `optimizer`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from exp.errors import ErrorDetails, not_supported_with
 from exp.spelling import show
 
 MODULE_KEY = "module"
-# A key of COMPOSITION: the keys of replaced nodes that the user set, each with the file or command line that set it.
+# Key of the node COMPOSITION. Its value lists the keys that the user set although the run does not use them. Each entry
+# also names the file or command line that set the key.
 REFUSED_KEYS = "refused"
-# The value that replaces each node, and the part of the module that is used instead.
+# Nodes that a run of a LightningModule does not use. Each has the value that replaces the node, and a text that states
+# which part of the module is used instead.
 REPLACED: Mapping[str, tuple[object, str]] = {
     "model": (None, "the module makes its network from its parameters, such as module.net"),
     "objective": ({}, "its training_step returns the loss"),
@@ -30,7 +32,7 @@ REPLACED: Mapping[str, tuple[object, str]] = {
 }
 _NETWORK = "the module owns its network: change it in __init__ or configure_model"
 _STEP = "the module defines the step, and Lightning's Trainer runs it"
-# The required value of each key in a run of a module, and the reason.
+# Keys that have only one allowed value in a run of a LightningModule. Each has this value, and the reason.
 FIXED: Mapping[str, tuple[object, str]] = {
     "weights.from": (None, "the module loads its initial weights; resume continues from a checkpoint of exp"),
     "initialisation": ({}, _NETWORK),
@@ -49,7 +51,10 @@ WORDS = tuple(word for word in get_args(Word) if word != "fp8")
 
 
 def brings_data(plain: Mapping[str, object]) -> bool:
-    """Return whether a config has a module and data of a class outside exp, which makes its own loaders."""
+    """Return whether a config trains a user's LightningModule with the data loaders of a LightningDataModule.
+
+    `data` is a LightningDataModule if its class is not of exp.
+    """
     target = value_at(plain, "data._target_")
     return has_module(plain) and isinstance(target, str) and not target.startswith("exp.")
 
@@ -60,7 +65,11 @@ def has_module(plain: Mapping[str, object]) -> bool:
 
 
 def module_errors(values: Values) -> Iterator[ErrorDetails]:
-    """Yield an error for each key that the user set although a run of a module ignores it, such as `model`."""
+    """Yield the errors of a config that trains a user's LightningModule.
+
+    Keys that the user set although the run ignores them, such as `model`, are errors. Other errors are values that such
+    a run does not support.
+    """
     other = f"module, {values[f'{MODULE_KEY}._target_']}"
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]
     for text in refused if isinstance(refused, list) else ():

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 # The values of a config by key.
 Plain = dict[str, Any]
-# The value of a key that a tree or a config does not have.
+# Placeholder for the value of a key that does not exist in a tree or a config.
 ABSENT: Any = object()
 
 
@@ -20,7 +20,7 @@ def is_node(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key of nested dicts; ABSENT if a name of the key is missing."""
+    """Return the value at a dotted key of nested dicts; ABSENT if the key does not exist."""
     node = tree
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
@@ -30,11 +30,11 @@ def value_at(tree: object, key: str) -> Any:
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key of a plain tree with its value. Dicts and lists inside the tree are yielded, too.
+    """Yield each dotted key of a plain tree with its value. Values that are dicts and lists are yielded, too.
 
     Args:
-        value: Root of the tree, which is not yielded.
-        key: Dotted key of the root, which begins each yielded key.
+        value: Root of the tree. The root itself is not yielded.
+        key: Dotted key of the root, with which each yielded key begins. Default: "".
     """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in items:
@@ -49,9 +49,9 @@ def text_values(plain: object) -> Iterator[tuple[str, str]]:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal and of the same types. NaN equals NaN.
+    """Return whether two plain values are equal and have the same types, at any depth. NaN equals NaN.
 
-    1, 1.0 and true are different, because `trainer.limit_train_batches: 1` is one batch and 1.0 is all batches.
+    1, 1.0 and true are different: `trainer.limit_train_batches: 1` means one batch, and 1.0 means all batches.
     """
     if type(one) is not type(other):
         return False
@@ -62,7 +62,8 @@ def are_same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-# The keys and indices from the root of a tree to a value. A key may contain a dot, and may be a number.
+# Keys and indices from the root of a tree to a value. Dotted keys are not used, because a key may contain a dot or be a
+# number.
 KeyPath = tuple[Any, ...]
 
 
@@ -72,10 +73,10 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
     Args:
         before: Plain tree.
         after: Plain tree to compare with `before`.
-        path: Path of both trees, which begins each returned path.
+        path: Path of both trees, with which each returned path begins. Default: ().
 
     Returns:
-        Values by path. None if a mapping has different keys in the two trees.
+        New values by path. None if the two trees differ in more than values, because a mapping has other keys.
     """
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
@@ -95,16 +96,26 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
 def are_referred(paths: Iterable[KeyPath], raw: object) -> bool:
     """Return whether an interpolation in a tree may refer to a value at one of the paths.
 
+    The texts of the interpolations are searched for the last name of each path. The result may be true although no
+    interpolation refers to the value, but it is never wrongly false.
+
     Args:
         paths: Paths of values.
-        raw: Tree with unresolved interpolations. Each is searched for the last name of each path.
+        raw: Tree with unresolved interpolations.
     """
     texts = [text for _, text in text_values(raw) if "${" in text]
     return any(str(path[-1]) in text for path in paths for text in texts)
 
 
 def with_changes(plain: Mapping[str, Any], values: Mapping[KeyPath, object]) -> dict[str, Any]:
-    """Return a copy of a plain tree with new values at existing paths. Unchanged values are shared, not copied."""
+    """Return a copy of a plain tree with new values at existing paths.
+
+    Unchanged dicts and lists are not copied: the result and `plain` share them.
+
+    Args:
+        plain: Plain tree.
+        values: New values by path.
+    """
     found = dict(plain)
     for (*path, last), value in values.items():
         node = found

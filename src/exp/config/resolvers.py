@@ -1,9 +1,11 @@
-"""Resolvers that a config declares in its node `resolvers`: `resolvers: {half: mine.half}` and `${half:64}`.
+"""Resolvers of interpolations that a config declares in its node `resolvers`.
 
-The dotted name of the function is checked in the same way as a `_target_`. The module of the function is imported by
-the check, or when an interpolation is first resolved. OmegaConf registers the names of resolvers for the whole process.
-The function to call is looked up in the config that is being resolved. A function is called only once for equal
-arguments, so that the check, the plan and the frozen config have the same values.
+With `resolvers: {half: mine.half}`, the value of `${half:64}` is the result of mine.half(64). The dotted name of the
+function is checked like a `_target_`. Its module is imported by the check, or when an interpolation is first resolved.
+
+OmegaConf registers the name of a resolver for the whole process. Several configs may use the same name for different
+functions, so the function is looked up in the config that is being resolved. The function is called only once for equal
+arguments, so that the check, the plan and the frozen config contain the same values.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ _registered: set[str] = set()
 
 
 class _Calls:
-    """Cached results of resolvers, shared by a config and its copies.
+    """Cached results of resolver functions. A config and its copies share one cache.
 
     Args:
         allow: Packages that the command line allows.
-        values: Results by the dotted name of the function and the `repr` of its arguments.
+        values: Results by a pair: dotted name of the function, and `repr` of its arguments.
     """
 
     def __init__(self, allow: Sequence[str], values: dict[tuple[str, str], object]) -> None:
@@ -43,7 +45,7 @@ class _Calls:
 
 
 def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
-    """Register the resolvers that a config declares, for interpolations of the config and its copies.
+    """Register the resolvers that a config declares. Interpolations in the config and its copies can then use them.
 
     Resolvers of OmegaConf and Hydra are not replaced.
 
@@ -60,7 +62,7 @@ def use_resolvers(config: DictConfig, *, allow: Sequence[str]) -> None:
 
 
 def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Iterator[ErrorDetails]:
-    """Yield the errors of the node `resolvers`: wrong names of resolvers and wrong functions.
+    """Yield the errors in the node `resolvers`: names that are not allowed, and functions that are not allowed.
 
     Args:
         plain: Plain values of the config.
@@ -86,7 +88,7 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
 
 
 def _declared_functions(config: DictConfig) -> dict[str, str]:
-    """Return the dotted name of the function of each resolver. Entries with an invalid name are left out."""
+    """Return the dotted names of the functions in the node `resolvers`, by resolver. Invalid entries are left out."""
     node = held_node(config, NODE)
     return {
         name: dotted
@@ -96,7 +98,7 @@ def _declared_functions(config: DictConfig) -> dict[str, str]:
 
 
 def _make_resolver(name: str) -> Callable[..., object]:
-    """Return a resolver that looks up its function in the config that is being resolved, and calls it."""
+    """Return a resolver for OmegaConf that calls the function which the resolved config declares under a name."""
 
     def call_function(*arguments: object, _root_: DictConfig) -> object:
         declared, kept = _declared_functions(_root_), OmegaConf.get_cache(_root_)

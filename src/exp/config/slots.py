@@ -1,4 +1,4 @@
-"""Keys of the config that may have a `_target_`: the required base class and the parameters that exp fills in."""
+"""Rules for the config keys that may contain a node with a `_target_`, such as the required base class."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from exp.config.plain_tree import is_node, leaves
 from exp.errors import ErrorDetails
 
 MODULE = "torch.nn.Module"
-# Allowed base classes of a data set that a function returns: any class that reads samples by index.
+# Base classes of the data sets that a function may return. `Samples` includes any class that reads samples by index.
 DATA_SETS = ("torch.utils.data.Dataset", "exp.data.in_memory.Samples")
 DATA_MODULE = "lightning.pytorch.LightningDataModule"
-# Allowed base classes for data=hf, which also accepts a dict of splits by name.
+# Classes that a function at `data.source` (data=hf) may return: a data set, or a dict of splits by name.
 SPLITS = (*DATA_SETS, "builtins.dict")
 # Models of these classes define their own training step, which exp does not call.
 LIGHTNING_MODULES = (
@@ -26,14 +26,14 @@ RESERVED_IN_NODE = ("_target_", "_partial_", "_args_")
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A key of the config that may hold a node with a `_target_`.
+    """Rules for the node at a config key that may contain a `_target_`.
 
     Args:
         pattern: Dotted key of the node. `*` matches one name.
-        bases: Dotted names of classes. The target must be a subclass of at least one. Empty: any allowed class.
-        filled: Parameters of the target that exp fills in if they are null or missing.
+        bases: Dotted names of classes. The target must be a subclass of at least one of them. Empty: any allowed class.
+        filled: Parameters of the target for which exp passes a value if they are null or missing.
         reserved: Keys of the node that exp reads itself and does not pass to the target.
-        refused: Parameters that must not be set in the node, each with the key to use instead.
+        refused: Parameters that the node must not set. Each is mapped to the config key to use instead.
     """
 
     pattern: str
@@ -72,7 +72,8 @@ SCHEDULER = Slot(
     filled=("optimizer", "total_steps"),
     reserved=("interval", "monitor"),
 )
-# A scheduler inside torch's SequentialLR or ChainedScheduler, at any depth. All use the same optimizer.
+# A scheduler within torch's SequentialLR or ChainedScheduler, at any depth. All these schedulers use the same
+# optimizer.
 PART_OF_SCHEDULE = Slot(pattern="**.schedulers.*", bases=SCHEDULER.bases, filled=("optimizer",))
 SAMPLER = Slot(
     pattern="data.sampler",
@@ -124,7 +125,7 @@ ANYWHERE = Slot(pattern="**")
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
-# Nodes that may have a class of the user. Their keys are known only after composition.
+# Nodes that may have a class of the user. Only after the composition is it known which keys such a node has.
 OF_CLASSES = (*ONE, *MANY, "module")
 # A group of NODES is one node. A group of COLLECTIONS is a mapping of names to nodes.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
@@ -134,7 +135,7 @@ PHASES = "phases"
 
 
 def slot_of(key: str) -> Slot:
-    """Return the slot of a dotted key. Keys without a specific slot accept any allowed class."""
+    """Return the rules for the node at a dotted key. A key that no slot matches accepts any allowed class."""
     parts = key.split(".")
     for slot in SLOTS:
         wanted = slot.pattern.split(".")
@@ -146,9 +147,13 @@ def slot_of(key: str) -> Slot:
 
 
 def returned_classes(key: str) -> tuple[str, ...]:
-    """Return the classes, as dotted names, that a function used as `_target_` at this key may return.
+    """Return the classes of which a function may return an instance, if the function is the `_target_` at a key.
 
-    An empty result means that no function is allowed at this key.
+    Args:
+        key: Dotted key of the node.
+
+    Returns:
+        Dotted names of classes. Empty: no function is allowed at this key.
     """
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
@@ -160,18 +165,18 @@ def returned_classes(key: str) -> tuple[str, ...]:
 
 
 def trains_itself(kind: type) -> bool:
-    """Return whether a class is a LightningModule of `lightning` or `pytorch_lightning`.
+    """Return whether a class is a LightningModule of the package `lightning` or `pytorch_lightning`.
 
-    Class names are compared, so that Lightning is not imported.
+    The names of base classes are compared, because the classes themselves would require an import of Lightning.
     """
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
 
 def own_training_error(name: str, *, kind: str) -> ErrorDetails:
-    """Return the error for a LightningModule that is set as the model.
+    """Return the error for a LightningModule in `model`, because exp would not call its training step.
 
     Args:
-        name: Dotted name of the `_target_`: the class, or a function that makes the model.
+        name: Dotted name of the `_target_`: the class, or a function that builds the model.
         kind: Dotted name of the LightningModule's class.
     """
     got = f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call"
@@ -183,7 +188,7 @@ def own_training_error(name: str, *, kind: str) -> ErrorDetails:
 
 
 def own_loaders_error(name: str) -> ErrorDetails:
-    """Return the error for a LightningDataModule that is set as the data without a LightningModule.
+    """Return the error for a LightningDataModule in `data` if the config has no LightningModule in `module`.
 
     Args:
         name: Dotted name of the LightningDataModule's class.
@@ -195,12 +200,14 @@ def own_loaders_error(name: str) -> ErrorDetails:
 
 
 def is_layer(parts: list[str]) -> bool:
-    """Return whether a key of the model is that of a layer.
+    """Return whether a config key below `model` is the key of a layer.
 
-    Layers are at `layers.NAME`, in a repeat at `layers.NAME.layer` and in a list at `layers.NAME.0`.
+    The key of a layer ends with `layers.NAME`. Within a repeat, it ends with `layers.NAME.layer`. Within a list, it
+    ends
+    with `layers.NAME.0`.
 
     Args:
-        parts: Names of the dotted key.
+        parts: Names in the dotted key.
     """
     if "layers" not in parts:
         return False
@@ -209,23 +216,31 @@ def is_layer(parts: list[str]) -> bool:
 
 
 def nodes_in(plain: object, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted key and the value of each mapping with a `_target_`. Outer mappings come before inner ones."""
+    """Yield the dotted key and the value of each node with a `_target_` in a plain tree.
+
+    A node is yielded before the nodes within it.
+
+    Args:
+        plain: Nested dicts and lists.
+        key: Dotted key of `plain`, with which each yielded key begins. Default: "".
+    """
     for path, value in ((key, plain), *leaves(plain, key)):
         if is_node(value):
             yield path, value
 
 
 def package_of_flat(config_path: str, content: object) -> str | None:
-    """Return the key at which Hydra merges a file that is one unnamed entry of a group such as `hooks`.
+    """Return the key at which a config file is merged that contains a single entry without its name.
 
-    Hydra projects write options this way. The name of the file becomes the name of the entry.
+    In groups with named entries, such as `hooks`, exp's files contain `NAME: {_target_: ...}`. Files of other Hydra
+    projects contain only `_target_: ...`. The name of such a file becomes the name of the entry.
 
     Args:
-        config_path: Path of the file below the directory of configs, with or without `.yaml`.
+        config_path: Path of the file within the directory of configs, such as `hooks/memory`, with or without `.yaml`.
         content: Content of the file.
 
     Returns:
-        A key such as `hooks.memory`. None for any other file.
+        Key such as `hooks.memory`. None for any other file.
     """
     folder, _, option = config_path.removesuffix(".yaml").rpartition("/")
     group = folder.partition("/")[0]

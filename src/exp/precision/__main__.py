@@ -1,4 +1,4 @@
-"""The command python -m exp.precision, which compares a precision with float32 on a batch, layer by layer."""
+"""python -m exp.precision: compare the outputs of each layer in a precision with float32, for one batch."""
 
 from exp.cli.dispatch import run
 

@@ -1,4 +1,7 @@
-"""Conversion of a network's tensors and inputs to a precision, with exceptions (precision.keep) and float8 layers."""
+"""Conversion of a network's parameters, buffers and inputs to the dtypes of a precision.
+
+Layers in precision.keep are exceptions with another dtype. Linear layers may be replaced by float8 layers.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ FLOAT8_MULTIPLE = 16
 
 
 def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]] | None = None) -> Nested:
-    """Return the same structure with its floating-point tensors converted to `dtype`.
+    """Return nested data with floating-point tensors converted to a dtype. Other values are not changed.
 
     Args:
         data: Nested data.
-        dtype: The dtype.
-        notes: A list to which the pair (converted tensor, original tensor) is added for every tensor that changes.
+        dtype: New dtype.
+        notes: List to which a pair (converted tensor, original tensor) is appended for every converted tensor. Default:
+            None.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -43,15 +47,19 @@ def cast(data: Nested, dtype: torch.dtype, *, notes: list[tuple[Tensor, Tensor]]
 
 
 def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]) -> None:
-    """Convert parameters and floating-point buffers in place. The Parameter objects stay the same.
+    """Convert the parameters and floating-point buffers of a network in place. The Parameter objects stay the same.
 
-    A layer in `kept` gets the dtype in this mapping. If the precision has half parameters, layers with running
-    statistics stay in float32. In bfloat16, updates of the statistics by momentum would be rounded to 0 long before the
-    statistics converge.
+    If the precision has half-precision parameters, layers with running statistics (batch norm) stay in float32. In
+    bfloat16, momentum updates of the statistics would be rounded to 0 long before the statistics converge.
+
+    Args:
+        network: Network to convert.
+        word: Settings of the precision.
+        kept: Dtype of each exception (precision.keep), by module name.
     """
     for name, module in network.named_modules():
         if name in kept:
-            # With autocast, parameters are float32, so that a layer kept in float32 needs no conversion.
+            # With autocast, all parameters are float32, so a layer that is kept in float32 needs no conversion.
             dtype = kept[name] if word.parameters is not None or kept[name] == torch.float64 else None
         elif word.parameters in HALF and isinstance(module, FEATURE_NORMS) and module.running_mean is not None:
             # torch's kernels support half-precision inputs with float32 parameters and statistics.
@@ -63,7 +71,7 @@ def cast_tensors(network: nn.Module, word: Word, kept: Mapping[str, torch.dtype]
 
 
 def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a module's own floating-point parameters and buffers in place. Submodules are not changed."""
+    """Convert the floating-point parameters and buffers of a module in place. Submodules are not changed."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
@@ -75,8 +83,18 @@ def cast_own_tensors(module: nn.Module, dtype: torch.dtype) -> None:
 def attach_edges(
     network: nn.Module, word: Word, kept: Mapping[str, torch.dtype], *, device_type: str
 ) -> list[RemovableHandle]:
-    """Attach the hooks that convert inputs and outputs of the network and of kept layers. Return the hooks' handles."""
-    # The dtype of tensors between layers that are not kept. Autocast converts float32 if a layer needs it.
+    """Attach the hooks that convert inputs and outputs of the network and of kept layers.
+
+    Args:
+        network: Network, with converted parameters.
+        word: Settings of the precision.
+        kept: Dtype of each kept layer (precision.keep), by module name.
+        device_type: torch's name of the device, such as "cpu" or "cuda".
+
+    Returns:
+        Handles that remove the hooks.
+    """
+    # The dtype of tensors between layers that are not kept. Autocast converts float32 tensors if a layer needs it.
     flowing = word.parameters or torch.float32
     ends = Ends()
     handles = []
@@ -94,14 +112,14 @@ def attach_edges(
 
 
 class Ends:
-    """Storage of the outputs of kept layers (precision.keep) before they are rounded to half precision.
+    """Storage for the outputs of kept layers (precision.keep) before these are rounded to half precision.
 
-    If a kept layer gives an output of the network, its exact output replaces the rounded one there. The loss therefore
-    receives exact values.
+    If the output of a kept layer is also an output of the network, the network returns the exact tensor instead of the
+    rounded tensor. The loss therefore receives exact values.
 
-    The first call of each forward program, in training and in evaluation, stores the outputs of all kept layers. It
-    detects which of them are outputs of the network. Later calls store only those outputs. If a strategy runs layers
-    without calling the network, no output is stored.
+    The first call of each forward program, in training and in evaluation mode, stores the outputs of all kept layers
+    and detects those that are outputs of the network. Later calls store only the detected outputs. If a strategy runs
+    layers without calling the network, no output is stored.
     """
 
     def __init__(self) -> None:
@@ -114,7 +132,7 @@ class Ends:
 
         Args:
             training: Whether the network is in training mode.
-            forward: The name of the forward program or method; None for the network's forward.
+            forward: Name of the forward program or method. None: the network's method `forward`.
         """
         self.call = training, forward
 
@@ -123,7 +141,11 @@ class Ends:
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Nested) -> Nested:
-        """Return the network's output with the exact float32 outputs of kept layers instead of the rounded tensors."""
+        """Return the network's output with stored tensors, in float32, instead of the rounded tensors of kept layers.
+
+        Args:
+            output: Output of the network. None: the forward raised an exception.
+        """
         waiting, self.waiting = self.waiting, []
         call, self.call = self.call, None
         found: set[str] = set()
@@ -142,10 +164,17 @@ class Ends:
 
 
 class Edge:
-    """The hooks of a kept layer, which turn autocast off and convert floating-point inputs and outputs.
+    """Hooks of a kept layer (precision.keep) that disable autocast and convert floating-point inputs and outputs.
 
     Inputs are converted to the layer's dtype, and outputs to the dtype of the surrounding layers. The hooks are methods
-    of a plain object, so that a module with hooks can be copied and pickled.
+    of an object instead of closures, so that a module with hooks can be copied and pickled.
+
+    Args:
+        name: Module name of the layer.
+        device_type: torch's name of the device, such as "cpu" or "cuda".
+        inside: Dtype of the layer.
+        around: Dtype of the surrounding layers.
+        ends: Storage for the layer's output before the conversion. None: the output is not stored.
     """
 
     def __init__(
@@ -176,13 +205,16 @@ class Edge:
 
 
 class Entrance:
-    """The hooks of the whole network, if the precision changes the dtype of parameters.
+    """Hooks of the whole network for a precision that changes the dtype of the parameters.
 
-    The hooks convert floating-point inputs of the network. They do not convert the batch, so that targets stay exact.
-    They also set the default dtype, so that
-    tensors created without a dtype (torch.zeros(n)) have the network's dtype.
+    The hooks convert the floating-point inputs of the network. Targets are not converted, so that they stay exact. The
+    hooks also set torch's default dtype, so that the network creates tensors in this dtype, as in torch.zeros(n).
 
-    The hooks are never compiled, because torch.compile would make separate graphs of them.
+    The hooks are excluded from torch.compile, which would otherwise compile separate graphs for the hooks.
+
+    Args:
+        dtype: Dtype of the parameters.
+        ends: Storage for the exact outputs of kept layers.
     """
 
     def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:
@@ -204,9 +236,9 @@ class Entrance:
 
 
 def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandle]:
-    """Attach the hooks `enter` and `leave` to a module.
+    """Attach the hooks `enter` and `leave` to a module, and return their handles.
 
-    With always_call, `leave` undoes the changes of `enter` even if the forward raises an error.
+    `leave` also runs if the forward raises an exception, because it must undo the changes of `enter`.
     """
     return [
         module.register_forward_pre_hook(crossing.enter, with_kwargs=True),
@@ -215,15 +247,18 @@ def _attach(crossing: Edge | Entrance, module: nn.Module) -> list[RemovableHandl
 
 
 def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: bool = False) -> list[str]:
-    """Replace nn.Linear layers in `network` by torchao's Float8Linear. Return the names of the replaced layers.
+    """Replace nn.Linear layers of a network by torchao's Float8Linear. The Parameter objects stay the same.
 
-    The parameter objects stay the same. Layers in `kept`, layers with sides that are not multiples of 16, and
-    subclasses of nn.Linear are not replaced.
+    Subclasses of nn.Linear are not replaced. Layers are not replaced if the number of input or output features is not a
+    multiple of 16.
 
     Args:
-        network: The network.
-        kept: The names of layers that are not replaced.
-        emulated: Whether to compute in float32 with numbers rounded to float8, on any device. For tests.
+        network: Network to change.
+        kept: Module names of layers that must not be replaced. Default: none.
+        emulated: Compute in float32 with numbers rounded to float8, for tests without a GPU. Default: false.
+
+    Returns:
+        Module names of the replaced layers.
     """
     refuse_without_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -233,8 +268,8 @@ def convert_linear(network: nn.Module, *, kept: Collection[str] = (), emulated: 
         convert_to_float8_training(
             network,
             module_filter_fn=lambda module, name: name in names,
-            # The number of rows may not be a multiple of 16, for example in the last batch of an epoch, and then needs
-            # padding.
+            # Padding is needed because the number of rows may not be a multiple of 16, for example in the last batch of
+            # an epoch.
             config=Float8LinearConfig(emulate=emulated, pad_inner_dim=True),
         )
     return names

@@ -1,4 +1,4 @@
-"""Layers with their own dtype (precision.keep), selected by patterns of module names or by type."""
+"""Selection of layers that have another dtype than the network (precision.keep), by module name or by type."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ KEY = "precision.keep"
 def kept_layers(
     network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None = None
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every module that `keep` matches, and of the modules inside it, by module name.
+    """Return the modules that precision.keep selects, with their dtypes. Submodules get the dtype of their parent.
 
     Args:
-        network: The network.
-        keep: A mapping to `fp32` or `fp64`. A key is a pattern of module names (`blocks.*.norm1`), or a type
-            (`LayerNorm`, `torch.nn.Softmax`), which also matches subclasses. If several keys match a module, the last
-            is used.
-        otherwise: The dtype of all other layers; None for float32.
+        network: Network.
+        keep: Value of precision.keep: "fp32" or "fp64" by pattern. A pattern is a module name with wildcards
+            (`blocks.*.norm1`) or a class name (`LayerNorm`, `torch.nn.Softmax`). A class name also matches subclasses.
+            If several patterns match a module, the last pattern applies.
+        otherwise: Dtype of all other layers. Default: None, float32.
+
+    Returns:
+        Dtypes by module name.
 
     Raises:
         ConfigError: A key matches no module, or modules of different dtypes share a parameter.
@@ -53,7 +56,7 @@ def kept_layers(
 
 
 def keep_errors(network: nn.Module, keep: Mapping[str, str], *, otherwise: torch.dtype | None) -> list[ErrorDetails]:
-    """Return the errors that `kept_layers` would raise."""
+    """Return the errors that `kept_layers` raises for the same arguments."""
     try:
         kept_layers(network, keep, otherwise=otherwise)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Lightning's precision plugin for each value of precision.word, with or without a loss scale.
+"""Lightning precision plugins for the values of precision.word, with or without a loss scale.
 
-This module uses a private name of Lightning (seen in 2.6.6): the method `_after_closure` of Precision, which calls
-on_before_optimizer_step and clips gradients.
+This module uses a private method of Lightning 2.6.6: `Precision._after_closure`, which calls on_before_optimizer_step
+and clips gradients.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FIRST_CAPABILITY = (8, 0)
 
 
 class RunPrecision(Precision):
-    """Lightning's precision plugin for a value of precision.word, without a loss scale.
+    """Lightning precision plugin for a value of precision.word, without a loss scale.
 
-    Code that steps several optimizers in one batch (phases) follows PyTorch's AMP notes:
+    Code that steps several optimizers in one batch (phases) must call the methods in this order:
 
         precision.scale(loss).backward()               # outside of autocast
         precision.unscale(optimizer)                   # once per optimizer, before hooks and clipping
@@ -45,16 +45,16 @@ class RunPrecision(Precision):
     Attributes:
         is_scaled: Whether the loss is multiplied by a loss scale.
         skips: Whether steps with non-finite gradients are skipped and counted.
-        is_whole: Whether the LightningModule itself is the network. This is true for a user's own LightningModule.
+        is_whole: Whether the LightningModule itself is the network. This is true for a user's own LightningModule. If
+            false, the network is the attribute `network` of the LightningModule.
 
     Args:
-        word: The settings of the value of precision.word.
-        device_type: torch's name of the device, such as cpu or cuda.
-        keep: The value of precision.keep. Its module names are relative to `network` in a LightningModule, or to the
-            module itself.
-        matmul: The value of runtime.matmul, the precision of float32 matrix products. None uses the default of the
-            word.
-        scaler: The loss scale; None for no loss scale and no skipped steps.
+        word: Settings of the value of precision.word.
+        device_type: torch's name of the device, such as "cpu" or "cuda".
+        keep: Value of precision.keep: module name patterns or types, mapped to "fp32" or "fp64". Module names are
+            relative to the network. Default: None, no exceptions.
+        matmul: Value of runtime.matmul: the precision of float32 matrix products. Default: None, the default of `word`.
+        scaler: Gradient scaler. Default: None, no loss scale and no skipped steps.
     """
 
     is_whole: bool = False
@@ -82,12 +82,12 @@ class RunPrecision(Precision):
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor by which the loss is multiplied: 0-d on the device, or a float."""
+        """The factor by which the loss is multiplied: a 0-d tensor on the device, or a float."""
         return self.scaler.loss_scale
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """The number of optimizer steps skipped so far: 0-d on the device, or a float."""
+        """The number of optimizer steps skipped so far: a 0-d tensor on the device, or a float."""
         return self.scaler.skipped_steps
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -99,9 +99,12 @@ class RunPrecision(Precision):
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: object) -> object:
-        """Step the optimizer. If gradients are still scaled, unscale them first.
+        """Step the optimizer, or skip the step if a gradient is not finite and `skips` is true.
 
-        The step is skipped if a gradient is not finite and `skips` is true.
+        Gradients that are still scaled are unscaled first.
+
+        Returns:
+            Result of torch.amp.GradScaler.step.
         """
         return self.scaler.step(optimizer, **kwargs)
 
@@ -117,8 +120,8 @@ class RunPrecision(Precision):
         """Warn once if the loss scale is below 1.
 
         Args:
-            values: The values recorded for a step, by tag.
-            step: Number of the step.
+            values: Scalars that were recorded for a step, by tag.
+            step: Number of the optimizer step, for the warning.
         """
         scale = values.get("precision/loss_scale", 1.0)
         if scale < 1.0 and not self._has_warned:
@@ -133,9 +136,10 @@ class RunPrecision(Precision):
     # --- the network ---
 
     def represent(self, module: nn.Module) -> nn.Module:
-        """Convert the module's tensors to the dtypes of the precision, in place. A second call changes nothing.
+        """Convert the module's tensors to the dtypes of the precision, in place, and return the module.
 
-        Call this before a checkpoint is loaded, because float64 weights would otherwise be rounded to float32.
+        A second call changes nothing. The method must be called before a checkpoint is loaded, because float64 weights
+        of the checkpoint would otherwise be rounded to float32.
 
         Raises:
             ConfigError: precision.keep is invalid.
@@ -169,12 +173,10 @@ class RunPrecision(Precision):
         return module
 
     def attach(self, module: nn.Module) -> None:
-        """Attach the hooks to the network, and set the TensorFloat-32 switches of the process.
+        """Attach the conversion hooks to the network, and set the TensorFloat-32 switches of the process.
 
-        Call this after convert_module.
-
-        A strategy that shards or divides the network calls this again afterwards, in every pipeline stage. FSDP's hooks
-        then receive a layer's output before it is converted, and layers of other ranks have no hooks.
+        convert_module calls this method. A strategy that shards or splits the network calls the method again after the
+        split. The new hooks then run after FSDP's hooks, and layers of other ranks get no hooks.
         """
         self.teardown()
         self._tf32.set()
@@ -184,33 +186,37 @@ class RunPrecision(Precision):
         self._handles = attach_edges(network, self.word, kept, device_type=self.device_type)
 
     def teardown(self) -> None:
-        """Remove the hooks from the network, and restore the TensorFloat-32 switches of the process.
+        """Remove the conversion hooks from the network, and restore the TensorFloat-32 switches of the process.
 
-        The dtypes do not change.
+        The dtypes of parameters and buffers stay converted.
         """
         while self._handles:
             self._handles.pop().remove()
         self._tf32.restore()
 
     def convert_input(self, data: Nested) -> Nested:
-        """Return the whole batch in float64 if the precision is fp64.
+        """Return a batch with floating-point tensors converted as Lightning requires before a step.
 
-        Otherwise the network's hooks convert its inputs.
-
-        If the LightningModule itself is the network, the batch is converted to the dtype of the parameters.
+        The batch, with its targets, is converted in two cases. If the precision is fp64, it becomes float64. If the
+        LightningModule itself is the network, it gets the dtype of the parameters. In all other cases, the batch is
+        returned unchanged, because hooks of the network convert the inputs.
         """
         if self.is_whole and self.word.parameters is not None:
             return cast(data, self.word.parameters)
         return cast(data, torch.float64) if self.word.double else data
 
     def cast_inputs(self, inputs: Nested) -> Nested:
-        """Return the network's inputs in the parameters' dtype, for a strategy that runs layers without calling the
-        network.
+        """Return the network's inputs converted to the dtype of the parameters.
+
+        Strategies that run layers without calling the network use this method, because the network's hooks do not run.
         """
         return inputs if self.word.parameters is None else cast(inputs, self.word.parameters)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass. Autocast has no cache of converted weights, as in Lightning."""
+        """Return the context of a forward pass: autocast, a default dtype, or no change.
+
+        As in Lightning, autocast does not cache converted weights.
+        """
         if self.word.double or (self.is_whole and self.word.half_parameters):
             return _default_dtype(self.word.compute)
         if self.word.autocast is None:
@@ -223,14 +229,14 @@ class RunPrecision(Precision):
         return own if isinstance(own, nn.Module) else module
 
     def _keep(self, network: nn.Module) -> dict[str, str]:
-        """Return precision.keep, extended by float32 for layers that this device cannot run in the autocast dtype."""
+        """Return precision.keep, extended by "fp32" for LSTM layers that this CPU cannot run in the autocast dtype."""
         if self.word.autocast is None or self.device_type != "cpu":
             return self.keep
         without = {name: "fp32" for name, part in network.named_modules() if isinstance(part, nn.LSTM)}
         return self.keep if not without or _runs_lstm(self.word.autocast) else {**without, **self.keep}
 
     def _log_exceptions(self, network: nn.Module) -> None:
-        """Log once per run which settings of the precision have no effect on this device or network."""
+        """Log the settings of the precision that have no effect on this device or network. Log them only once."""
         if self._has_logged:
             return
         self._has_logged = True
@@ -245,13 +251,17 @@ class RunPrecision(Precision):
 
 
 class ScaledPrecision(RunPrecision):
-    """Lightning's precision plugin that skips steps with non-finite gradients, and scales the loss if the precision is
-    fp16.
+    """Lightning precision plugin that skips steps with non-finite gradients. For fp16, it also scales the loss.
 
-    Forward pass and loss run under autocast, the backward pass does not. After the backward pass, the gradients are
-    unscaled once, for any optimizer. Therefore, on_before_optimizer_step and clipping receive the true gradients.
-    (Lightning does not unscale for a fused optimizer, and cannot clip then.) The optimizer step and the update of the
-    scale follow.
+    A step has this order:
+
+    1. The forward pass and the loss run under autocast.
+    2. The backward pass runs without autocast.
+    3. The gradients are unscaled, for any class of optimizer.
+    4. on_before_optimizer_step and clipping receive the unscaled gradients.
+    5. The optimizer steps, and the loss scale is updated.
+
+    Lightning's own plugin does not unscale the gradients of a fused optimizer, and cannot clip them.
     """
 
     def pre_backward(  # type: ignore[override]  # Lightning's Precision narrows Fabric's signature, too
@@ -298,17 +308,18 @@ def build_precision(
     """Return the precision plugin for a value of precision.word.
 
     Args:
-        word: The value of precision.word.
-        device_type: torch's name of the device, such as cpu or cuda.
-        keep: The value of precision.keep: module name patterns or types, mapped to fp32 or fp64.
-        matmul: The value of runtime.matmul, the precision of float32 matrix products. None uses the default of the
+        word: Value of precision.word, such as "bf16".
+        device_type: torch's name of the device, such as "cpu" or "cuda".
+        keep: Value of precision.keep: module name patterns or types, mapped to "fp32" or "fp64". Default: None, no
+            exceptions.
+        matmul: Value of runtime.matmul: the precision of float32 matrix products. Default: None, the default of the
             word.
-        enabled: Whether to scale the loss, which only fp16 supports. None scales it for fp16.
-        skips: Whether to skip steps with non-finite gradients even without a loss scale (runtime.non_finite=skip).
-        scale: init_scale, growth_factor, backoff_factor and growth_interval of torch.amp.GradScaler.
+        enabled: Whether to scale the loss. Only fp16 supports true. Default: None, true for fp16 and false otherwise.
+        skips: Whether to skip steps with non-finite gradients even without a loss scale. Default: false.
+        **scale: Arguments of torch.amp.GradScaler: init_scale, growth_factor, backoff_factor and growth_interval.
 
     Raises:
-        ConfigError: The word is unknown, or a loss scale is enabled for a word that does not support it.
+        ConfigError: The word is unknown, or `enabled` is true for a word that does not support a loss scale.
     """
     meaning = read_word(word)
     if enabled and not meaning.needs_scaler:
@@ -324,7 +335,7 @@ def build_precision(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype in a context, because losses and metrics create tensors without a dtype."""
+    """Set torch's default dtype within a context, because losses and metrics create tensors without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -336,14 +347,15 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class TensorFloat32:
     """Switches of TensorFloat-32 on CUDA, for matrix products and cuDNN (convolutions, recurrent layers).
 
-    torch has older and newer names for these switches. The older names are set, which also sets the newer name
-    `fp32_precision`. If only the newer name is set, reading an older name raises an error. Lightning and
-    torch.backends.cudnn.flags read older names (seen in torch 2.13, Lightning 2.6.6).
+    torch has older and newer names for these switches. This class sets the older names, and torch then sets the newer
+    name `fp32_precision`. If only the newer name is set, reading an older name raises an error. Lightning 2.6.6 and
+    torch.backends.cudnn.flags (torch 2.13) read the older names.
 
     Args:
-        allowed: Whether CUDA may use TensorFloat-32. Without this setting, torch's defaults differ between convolutions
-            and matrix products.
-        matmul: The precision of matrix products: highest, high or medium. None uses `allowed`.
+        allowed: Whether CUDA may use TensorFloat-32. It is always set, because torch's defaults differ between
+            convolutions and matrix products.
+        matmul: Precision of matrix products: "highest", "high" or "medium". Default: None, "high" if `allowed` is true,
+            otherwise "highest".
     """
 
     def __init__(self, *, allowed: bool, matmul: str | None = None) -> None:
@@ -373,7 +385,11 @@ class TensorFloat32:
 
 
 def why_without_effect(device_type: str) -> str | None:
-    """Return the reason why tf32 changes nothing on this device; None if it has an effect."""
+    """Return the reason why TensorFloat-32 is not available on this device; None if it is available.
+
+    Args:
+        device_type: torch's name of the device, such as "cpu" or "cuda".
+    """
     if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
         return None
     return f"TensorFloat-32 needs a GPU of compute capability 8.0 or more, and the run uses {device_type}"
@@ -383,8 +399,8 @@ def why_without_effect(device_type: str) -> str | None:
 def _runs_lstm(dtype: torch.dtype) -> bool:
     """Return whether this CPU can run an LSTM under autocast in a dtype.
 
-    oneDNN needs processor instructions for the dtype, such as AVX-512 for bfloat16. If the processor does not have
-    them, torch 2.13 raises "could not create a primitive".
+    oneDNN needs processor instructions for the dtype, such as AVX-512 for bfloat16. If the processor lacks these
+    instructions, torch 2.13 raises "could not create a primitive".
     """
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype):

@@ -1,10 +1,11 @@
 """Gradient scaler that counts skipped steps on the device, without waiting for the device.
 
-This module uses private names of torch (seen in 2.13, and tested): `_found_inf_per_device(optimizer)`,
-`_unscale_grads_`, `_scale` and `_device` of torch.amp.GradScaler, and `_step_supports_amp_scaling` of fused optimizers.
+This module uses private names of torch 2.13: `_found_inf_per_device(optimizer)`, `_unscale_grads_`, `_scale` and
+`_device` of torch.amp.GradScaler, and `_step_supports_amp_scaling` of fused optimizers. Tests check these names.
 
-The step of a fused optimizer reads the attributes `grad_scale` and `found_inf`, which GradScaler sets and removes. If
-`found_inf`, 0-d in float32, is not 0, the step changes neither parameters nor state.
+The step of a fused optimizer reads the attributes `grad_scale` and `found_inf`, which GradScaler sets before the step
+and removes after it. `found_inf` is a 0-d float32 tensor. If it is not 0, the step changes neither parameters nor
+state.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ State = dict[str, Any]
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A torch.amp.GradScaler that counts the steps it skips because a gradient is infinite or nan.
+    """torch.amp.GradScaler that counts the steps that it skips because a gradient is infinite or nan.
 
-    The counts are on the scaler's device. Counting does not wait for the device, but reading a count does. `step`
-    unscales gradients that are still scaled, also for fused optimizers. On a pipeline rank, an optimizer may have no
-    gradient or no parameter. It is not stepped, but the rank still takes part in the decision to skip.
+    The counts are tensors on the scaler's device. Counting does not wait for the device, but reading a count does.
+    `step` first unscales gradients that are still scaled, also for fused optimizers.
+
+    On a pipeline rank, an optimizer may have no gradient or no parameter. Such an optimizer does not step, but the rank
+    takes part in the decision of all ranks whether to skip the step.
 
     Attributes:
         scales: Whether the loss is multiplied by the scale.
@@ -42,9 +45,13 @@ class CountingScaler(torch.amp.GradScaler):
         self._group: ProcessGroup | None = None
 
     def agree_over(self, group: ProcessGroup | None) -> None:
-        """Skip a step on all ranks of a process group if one of them must skip it. `found_inf` is reduced with MAX.
+        """Make all ranks of a process group skip a step if one of the ranks finds a non-finite gradient.
 
-        The ranks have different parts of one model. All ranks must call unscale_ and step in the same order.
+        The ranks have different parts of one model. All ranks must call unscale_ and step in the same order, because
+        `found_inf` is reduced over the ranks.
+
+        Args:
+            group: Process group. None: each rank decides alone.
         """
         self._group = group
 
@@ -83,8 +90,8 @@ class CountingScaler(torch.amp.GradScaler):
         self._skipped = self._skipped + skip
         self._taken = self._taken + (1 - skip)
         if type(optimizer) is SGD and len(optimizer.state) > known and bool(skip):
-            # If a step of fused SGD is skipped, the momentum that it created with empty_like is uninitialized (torch
-            # 2.13). This is checked only in the step that creates the momentum, because the check waits for the device.
+            # If the first step of fused SGD is skipped, the momentum that the step created by empty_like is not
+            # initialized (torch 2.13). Only this step is checked, because the check waits for the device.
             for parameter in list(optimizer.state)[known:]:
                 del optimizer.state[parameter]
         return result
@@ -104,22 +111,26 @@ class CountingScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor | float:
-        """The number of steps skipped so far, including those before a resume.
+        """Number of steps skipped so far, including the steps before a resume.
 
-        It is 0-d on the scaler's device, or a float before the first step.
+        The number is a 0-d tensor on the scaler's device, or a float before the first step.
         """
         return self._skipped.detach() if isinstance(self._skipped, Tensor) else float(self._skipped)
 
     @property
     def taken_steps(self) -> Tensor | int:
-        """The number of steps of this process that were not skipped: 0-d on the scaler's device, or 0 before the first
-        step.
+        """Number of steps of this process that were not skipped.
+
+        The number is a 0-d tensor on the scaler's device, or 0 before the first step.
         """
         return self._taken
 
     @property
     def loss_scale(self) -> Tensor | float:
-        """The factor by which the loss is multiplied: 0-d on the scaler's device, or a float before the first step."""
+        """Factor by which the loss is multiplied.
+
+        The factor is a 0-d tensor on the scaler's device, or a float before the first step.
+        """
         if not self.is_enabled() or self._scale is None:
             return self.get_scale()
         # The scale is cloned, because the scaler updates it in place, and recorded values must not change.
@@ -136,7 +147,7 @@ class CountingScaler(torch.amp.GradScaler):
 
 
 class FiniteSteps(CountingScaler):
-    """A scaler with a constant scale of 1. It only skips and counts steps with non-finite gradients."""
+    """Gradient scaler with the constant scale 1, which skips and counts steps with non-finite gradients."""
 
     scales = False
 

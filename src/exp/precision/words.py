@@ -21,7 +21,7 @@ from exp.errors import (
 HOPPER = (9, 0)
 KEY, BF16 = "precision.word", "Write precision=bf16"
 HALF = (torch.float16, torch.bfloat16)
-# The smallest positive float16 number, 6e-8. Half of this number, and smaller numbers, are rounded to 0.
+# The smallest positive float16 number, 6e-8. Numbers of at most half of it are rounded to 0.
 SMALLEST_HALF = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 # The default settings of precision.scaler.
 SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -29,15 +29,15 @@ SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "g
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """The settings of a value of precision.word.
+    """Settings of one value of precision.word.
 
     Args:
-        name: The value, such as bf16.
-        parameters: The dtype of the network's parameters, floating-point buffers, gradients and optimizer state. None
-            does not change them, so that they are float32.
-        autocast: The dtype of torch.autocast; None for no autocast.
-        tf32: Whether float32 matrix products and convolutions may be computed in TensorFloat-32.
-        float8: Whether linear layers multiply in float8, which only CUDA supports.
+        name: Value of precision.word, such as "bf16".
+        parameters: Dtype of the network's parameters, floating-point buffers, gradients and optimizer state. Default:
+            None, they are not converted and stay float32.
+        autocast: Dtype of torch.autocast. Default: None, no autocast.
+        tf32: Whether float32 matrix products and convolutions may be computed in TensorFloat-32. Default: false.
+        float8: Whether linear layers multiply in float8. Only CUDA supports float8. Default: false.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Word:
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether float32 parameters have float16 gradients, which underflow unless the loss is scaled."""
+        """Whether the loss must be scaled. This is true for float16 autocast, because small gradients would become
+        0."""
         return self.autocast is torch.float16
 
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:
@@ -83,7 +84,11 @@ class Word:
                     yield not_supported_with(f"{key}.{name}", scaler[name], other, f"{default}, the default", fix)
 
     def device_errors(self, accelerator: str) -> list[ErrorDetails]:
-        """Return an error if the device (cpu, cuda or mps) does not support this precision; otherwise an empty list."""
+        """Return the error of a device that does not support this precision. The list is empty without an error.
+
+        Args:
+            accelerator: "cpu", "cuda" or "mps".
+        """
         if accelerator == "mps" and (self.needs_scaler or self.double):
             reason = "mps does not support the loss scale of fp16" if self.needs_scaler else "mps has no float64"
             return [not_supported_with(KEY, self.name, "mps", f"fp32 or bf16, because {reason}", BF16)]
@@ -91,7 +96,7 @@ class Word:
         return [error] if error is not None else []
 
     def optimizer_errors(self, optimizer: Optimizer) -> list[ErrorDetails]:
-        """Return an error if the optimizer cannot step in the dtypes of this precision; otherwise an empty list."""
+        """Return the error of an optimizer that does not support this precision. The list is empty without an error."""
         if self.needs_scaler and isinstance(optimizer, LBFGS):
             return [not_supported_with(KEY, self.name, "LBFGS", "bf16 or fp32, because LBFGS cannot skip a step", BF16)]
         if self.parameters is not torch.float16:
@@ -112,7 +117,11 @@ def refuse_without_torchao() -> None:
 
 
 def read_word(name: str) -> Word:
-    """Return the settings of a value of precision.word. Raise ConfigError if the value is unknown."""
+    """Return the settings of a value of precision.word.
+
+    Raises:
+        ConfigError: The value is unknown.
+    """
     if name not in WORDS:
         raise ConfigError([unknown_word(KEY, name, WORDS)])
     return WORDS[name]
@@ -122,8 +131,8 @@ def float8_error(accelerator: str, capability: tuple[int, int] | None = None) ->
     """Return an error if the device does not support float8, or if torchao is not installed; otherwise None.
 
     Args:
-        accelerator: cpu, cuda or mps.
-        capability: The compute capability of the GPU; None to query torch.
+        accelerator: "cpu", "cuda" or "mps".
+        capability: Compute capability of the GPU, such as (9, 0). Default: None, read from torch.
     """
     if capability is None and accelerator == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()

@@ -84,7 +84,9 @@ class EventFile:
 
 
 def _next_path(directory: Path, suffix: str) -> Path:
-    """Return the path of a new event file. Its name sorts after all existing names, because TensorBoard reads in order.
+    """Return the path of a new event file.
+
+    The name sorts after the names of all existing files, because TensorBoard reads files in the order of their names.
 
     Args:
         directory: Directory of the event files.

@@ -59,7 +59,7 @@ def _check_run(arguments: argparse.Namespace) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Return the line that begins with `ok`: number of parameters, data, strategy and precision of a plan."""
+    """Return a line that begins with `ok` and describes a plan: number of parameters, data, strategy and precision."""
     settings, placed = plan.settings, plan.placement
     ranks = f"{placed.world_size} rank{'s' if placed.world_size > 1 else ''} on {placed.accelerator}"
     placing = f"{placed.strategy} with {ranks}, {settings.precision.word}"
@@ -72,7 +72,7 @@ def summary(plan: Plan) -> str:
 
 
 def _check_sweep(arguments: argparse.Namespace) -> str:
-    """Return the line that begins with `ok`, with the number of jobs.
+    """Return a line that begins with `ok` and states the number of jobs.
 
     Raises:
         ConfigError: Jobs have errors. The errors of all jobs are reported together.
@@ -94,7 +94,7 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         check=config_errors,
     )
     processes = JobProcesses(fit, validate)
-    # The directory is not created. Its path must be below the working directory, so that the check accepts it.
+    # The directory is not created. The check accepts only a path below the working directory.
     jobs = Sweep(
         master=master,
         directory=Path.cwd() / "check",

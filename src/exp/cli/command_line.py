@@ -1,4 +1,4 @@
-"""The command line of `python -m exp.train`: its flags, its help text, and printing the config by --cfg."""
+"""The command line of `python -m exp.train`: its flags, its help text, and the flag --cfg, which prints the config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Flags:
 
 Your own options are in ./conf and override exp's. Results are in outputs/.
 """
-# The most important groups, whose options the help lists first.
+# The most important groups. The help lists the options of these groups first.
 FIRST_GROUPS = ("model", "data", "precision", "strategy", "hooks")
 
 
@@ -109,7 +109,7 @@ def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.
 
 
 def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each unknown flag with its value, such as `--trainer.max_epochs 5` of LightningCLI.
+    """Yield each unknown flag and its value, such as `--trainer.max_epochs` and `5` for LightningCLI's flags.
 
     Args:
         argv: Arguments, without the program.
@@ -129,11 +129,11 @@ def _foreign_flags(argv: Sequence[str], flags: Sequence[str]) -> Iterator[tuple[
 
 
 def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list[ErrorDetails]:
-    """Return an error for each unknown flag. The fix is an equivalent override.
+    """Return an error for each unknown flag. The fix in the error is an equivalent override.
 
     Args:
         foreign: Unknown flags and their values.
-        multirun: The command is a sweep (-m).
+        multirun: Whether the command is a sweep (-m).
     """
     vocabulary = open_search_path(config_dir=None, config_name=PRIMARY)
     errors = []
@@ -148,7 +148,7 @@ def _as_overrides(foreign: Sequence[tuple[str, str]], *, multirun: bool) -> list
 
 
 def _read_samples(text: str) -> int | None:
-    """Return the value of --samples; None for `all`."""
+    """Return the value of --samples. Return None for `all`."""
     if text == "all":
         return None
     if not text.isdecimal() or not int(text):
@@ -160,13 +160,13 @@ def _read_samples(text: str) -> int | None:
 def answer_question(arguments: argparse.Namespace) -> bool:
     """Print the help for --help, or the config for --cfg.
 
-    Neither torch nor lightning is imported.
+    Neither torch nor lightning is imported, because these imports are slow.
 
     Args:
         arguments: Parsed arguments of the command.
 
     Returns:
-        True if the help or the config was printed. The command must then run nothing.
+        Whether the help or the config was printed. In this case, the command must not run anything.
 
     Raises:
         ConfigError: The overrides have errors.
@@ -210,7 +210,7 @@ def help_text(vocabulary: Vocabulary, groups: Sequence[str] = ()) -> str:
 
     Args:
         vocabulary: Groups and options of the search path.
-        groups: Config groups. If given, the text is only the options of these groups.
+        groups: Config groups. If some are given, the text lists only the options of these groups. Default: none.
 
     Raises:
         ConfigError: A name in `groups` is not a config group.
@@ -253,8 +253,8 @@ def with_values(overrides: Sequence[str], values: Mapping[str, str]) -> str:
     """Return a command of exp.train with given overrides and new values.
 
     Args:
-        overrides: Overrides. Those of keys in `values` and of hydra.run.dir are left out.
-        values: Texts of the new values by dotted key. A key that the config does not have begins with a +.
+        overrides: Overrides. The command leaves out those that set hydra.run.dir or keys in `values`.
+        values: Texts of the new values by dotted key. If the config lacks the key, the key begins with a +.
     """
     keys = {*map(key_of, values), "hydra.run.dir"}
     typed = [text for text in overrides if key_of(text) not in keys]

@@ -1,4 +1,4 @@
-"""The table of exp's commands: for each command its module, a line of help, and its flags and keys.
+"""The table of exp's commands. An entry has the command's module, its line of help, and its flags and keys.
 
 This module imports almost nothing, because every command and every tab completion imports it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-# The package exp. If users remove a folder of extras/, its commands disappear.
+# The directory of the package exp. If users remove a folder of extras/, the commands in the folder disappear.
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 # The value of a flag or a key that accepts any file or folder.
@@ -30,10 +30,11 @@ class Command(NamedTuple):
     Args:
         module: Module in the package exp. Its function `main` runs the command and returns the exit status.
         help: Line for `exp --help`.
-        has_overrides: The command accepts overrides of a config.
-        flags: Flags of the command. A flag with a value ends with `=`, or with `=A|B` if the value is A or B.
-        keys: Keys of the command, for arguments `key=value`, each with its allowed values as `A|B`.
-        words: Allowed values of arguments without a key, as `A|B`.
+        has_overrides: Whether the command accepts overrides of a config. Default: False.
+        flags: Flags of the command. A flag with a value ends with `=`, or with `=A|B` if the value is A or B. Default:
+            none.
+        keys: Keys for arguments `key=value` of the command, each with its allowed values as `A|B`. Default: none.
+        words: Allowed values of arguments without a key, as `A|B`. Default: empty.
     """
 
     module: str
@@ -102,7 +103,7 @@ SECTIONS: dict[str, dict[str, Command]] = {
 def has_extra(name: str) -> bool:
     """Return whether the package `extras/NAME` exists.
 
-    Its `__init__.py` is checked, because a removed folder may leave compiled files.
+    The file `__init__.py` of the package is checked, because a removed package may leave a folder with compiled files.
     """
     return os.path.isfile(os.path.join(PACKAGE, "extras", name, "__init__.py"))
 

@@ -26,7 +26,7 @@ from exp.config.slots import COLLECTIONS, NODES, ONE, PHASES
 from exp.config.yaml_files import read_yaml
 from exp.output import command
 
-# The script runs the program exp found on PATH, never a file of the working directory.
+# The script runs the program exp that it finds on PATH, never a file of the working directory.
 BASH = r"""_exp_complete() {
     local line program="$(type -P exp)"
     COMPREPLY=()
@@ -56,7 +56,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH}
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Print the completion script of a shell, or the completions of a command line for such a script.
+    """Print a shell's completion script, or the completions of a command line if such a script calls this command.
 
     Returns:
         Exit status: 0, or 2 for unknown arguments.
@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(replaced: str, before: str) -> list[str]:
-    """Return the completions of a command line, as texts that replace `replaced`.
+    """Return the completions of a command line. The shell replaces the text `replaced` by one of them.
 
     Args:
-        replaced: Text before the cursor that the shell replaces by a completion. In bash it begins after the last `=`.
+        replaced: Text directly before the cursor. In bash it begins after the last `=`.
         before: Command line up to the cursor.
     """
     words, current, quote = _split(before)
@@ -135,7 +135,10 @@ def complete(words: Sequence[str], current: str) -> Sequence[str]:
 
 
 def _words(alternatives: str) -> list[str]:
-    """Return the values in a text `A|B` of the command table. PATH has no values, because the shell completes files."""
+    """Return the values in a text `A|B` of the command table.
+
+    PATH is not a value, because the shell completes the names of files.
+    """
     if alternatives == "experiment":
         return options_of("experiment")
     return [word for word in alternatives.split("|") if word and word != PATH]
@@ -146,14 +149,14 @@ def complete_override(current: str, overrides: Sequence[str]) -> list[str]:
 
     Args:
         current: Incomplete override.
-        overrides: Overrides before it, which select the config.
+        overrides: Overrides before `current` in the command line. They select the config.
     """
     typed, sign, value = current.partition("=")
     name = typed.lstrip("+")
     plus = typed[: len(typed) - len(name)]
     parent, dot, last = name.rpartition(".")
     if sign:
-        # In a list, the last entry is completed. The entries before it are not proposed again.
+        # In a list, the last entry is completed. Earlier entries are not proposed again.
         *before, end = re.split(r"[\[,]", value)
         start, ends = current.removesuffix(end), [",", "]"] if "[" in value else [""]
         is_switch = isinstance(keys_below(parent, overrides).get(last), bool)
@@ -185,10 +188,10 @@ def keys_below(parent: str, overrides: Sequence[str]) -> dict[str, object]:
     """Return the values directly below a dotted key of the config, by name.
 
     Args:
-        parent: Dotted key. "": the top level of the config.
+        parent: Dotted key. An empty text is the top level of the config.
         overrides: Overrides that select the config.
     """
-    # At the top level, the keys of train.yaml are returned without composing, which takes longer.
+    # At the top level, the keys are read from train.yaml, because composing the config takes longer.
     if not parent:
         content = read_yaml(OWN_CONF / "train.yaml")
         own = {str(key): value for key, value in content.items() if key not in ("defaults", "hydra")}

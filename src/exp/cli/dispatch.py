@@ -1,6 +1,6 @@
 """Run a command of exp by its name: `exp NAME ...`, `python -m exp NAME ...` and `python -m exp.NAME ...`.
 
-Other packages can add commands by an entry point of the group `exp.commands`: `NAME = "package.module:main"`. The
+Other packages can add a command with an entry point of the group `exp.commands`: `NAME = "package.module:main"`. The
 function `main` reads `sys.argv` and returns the exit status.
 """
 
@@ -20,10 +20,10 @@ HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that is named by the first argument.
+    """Run the command whose name is the first argument.
 
     Args:
-        argv: Arguments, without the program. Default: those of this process.
+        argv: Arguments, without the program. Default: None, for the arguments of this process.
 
     Returns:
         Exit status of the command. 0 after the help, 2 for an unknown command.
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str) -> NoReturn:
-    """Run a command with the arguments in `sys.argv`, and end this process with the command's exit status."""
+    """Run a command with the arguments in `sys.argv`. This process ends with the exit status of the command."""
     if name in COMMANDS:
         main = importlib.import_module(f"exp.{COMMANDS[name].module}").main
     elif name in plugins():
@@ -58,12 +58,16 @@ def run(name: str) -> NoReturn:
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return the entry points of the commands that other installed packages add, by name."""
+    """Return the commands of other installed packages as entry points, by name of the command."""
     return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Print the help, the version, or an error with a suggested command. Return the exit status."""
+    """Print the help, the version, or an error that suggests a command.
+
+    Returns:
+        Exit status: 2 for an error, otherwise 0.
+    """
     if not words or words[0] in HELP:
         if len(words) > 1:
             return _refuse(words[1:])
@@ -80,7 +84,7 @@ def _answer(words: Sequence[str]) -> int:
 
 
 def help_text() -> str:
-    """Return the page of `exp --help`: one line for each command."""
+    """Return the text of `exp --help`, with one line per command."""
     width = max(map(len, COMMANDS))
     lines = ["exp COMMAND [words]    one run:  exp train model=lenet    one command's help:  exp help train"]
     for title, commands in SECTIONS.items():
@@ -92,8 +96,12 @@ def help_text() -> str:
 
 
 def _refuse(words: Sequence[str]) -> int:
-    """Print an error for an unknown command, with a suggested command line. Return the exit status 2."""
-    # The script exp may not be on the user's path.
+    """Print an error for an unknown command, which suggests a command line.
+
+    Returns:
+        Exit status 2.
+    """
+    # `exp` is suggested only if the user typed it, because the script may not be on the user's PATH.
     program = "exp" if os.path.basename(sys.argv[0]) == "exp" else "python -m exp"
     line = suggest_line(words)
     fix = f"Write:\n  {program} {line}" if line else f"The commands are {', '.join(COMMANDS)}"
@@ -102,10 +110,10 @@ def _refuse(words: Sequence[str]) -> int:
 
 
 def suggest_line(words: Sequence[str]) -> str | None:
-    """Return the command line that the user probably meant; None if no command is similar.
+    """Return the command line that the user probably meant. Return None if no command is similar.
 
-    Handled cases: a misspelled command, a command of another framework, a missing command, and a command that is not
-    the first argument.
+    These cases are handled: a misspelled command, a command of another framework, a missing command, and a command that
+    is not the first argument.
 
     Args:
         words: Arguments as typed, without the program.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from exp.run_report import Report
 
 
-# Pairs of the parent's and the fork's value, by dotted key.
+# Pairs of the value in the parent and the value in the fork, by dotted key.
 Changed = Mapping[str, tuple[Any, Any]]
 
 
@@ -60,12 +60,12 @@ def fork(run: Path, step: int | None, overrides: Sequence[str]) -> Report:
 
     Args:
         run: Run directory of the parent.
-        step: Optimizer step of the parent's checkpoint to start from. None: the newest checkpoint.
+        step: Optimizer step of the parent's checkpoint from which the fork starts. None: the newest checkpoint.
         overrides: Overrides that the fork adds to those of the parent.
 
     Raises:
-        ConfigError: The config has errors, or the parent's state does not fit it.
-        RunError: The parent does not have an intact checkpoint.
+        ConfigError: The config has errors, or the parent's state does not fit the config.
+        RunError: The parent has no intact checkpoint.
     """
     import yaml
 
@@ -101,8 +101,8 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
         step: Optimizer step. None: the newest checkpoint.
 
     Raises:
-        ConfigError: The run does not have a checkpoint at this step.
-        RunError: The run does not have an intact checkpoint.
+        ConfigError: The run has no checkpoint at this step.
+        RunError: The run has no intact checkpoint.
     """
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import POSITION
@@ -118,7 +118,7 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[Path, State]:
 
 
 def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield an error for each changed value of the optimizer that cannot be changed in the saved state.
+    """Yield an error for each optimizer value of the fork that cannot replace the value in the saved state.
 
     Args:
         state: Checkpoint of the parent.
@@ -145,7 +145,7 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Cha
         directory: Run directory of the fork.
         run: Run directory of the parent.
         path: Checkpoint of the parent.
-        state: Content of the checkpoint, with the values of the fork.
+        state: State of the checkpoint, with the optimizer values of the fork.
         changed: Values that the fork changes.
 
     Returns:
@@ -164,7 +164,7 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Cha
     if best is not None and parents_best.is_file() and read_checkpoint(parents_best).get(BEST) == best:
         copy_checkpoint(parents_best, start.with_name("best.ckpt"))
     else:
-        best = None  # the parent's best.ckpt is missing or of another step, so the fork starts without a best value
+        best = None  # the parent's best.ckpt is missing or has another step, so the fork starts without a best value
     text = (directory / "config.yaml").read_text(encoding="utf-8")
     # Logged values of the parent are removed, because the fork may log fewer tags than the parent.
     AtomicCheckpointIO().save_checkpoint({**state, BEST: best, CONFIG: text, LATEST: {}}, start)
@@ -176,8 +176,9 @@ def _begin(directory: Path, *, run: Path, path: Path, state: State, changed: Cha
 def with_values(state: State, changed: Changed, *, groups: Mapping[str, Any]) -> State:
     """Return a checkpoint with changed values of the optimizer.
 
-    The state is changed, because resuming replaces the values of the config by the saved values. A learning rate that a
-    schedule has changed is multiplied by the ratio of the new value to the old value.
+    The values in the checkpoint are changed, because a resumed run uses the values of its checkpoint instead of the
+    values of the config. If a schedule has changed a learning rate, the rate is multiplied by the ratio of the new
+    value to the old value.
 
     Args:
         state: Checkpoint, which is changed in place.

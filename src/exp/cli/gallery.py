@@ -19,7 +19,7 @@ EXPERIMENTS = PACKAGE / "conf" / "experiment"
 
 
 def titles() -> dict[str, str]:
-    """Return the title of each experiment by name. The title is in the first comment of the experiment's file."""
+    """Return the title of each experiment by name. The first comment in an experiment's file is its title."""
     found = {}
     for path in sorted(EXPERIMENTS.glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -10,7 +10,7 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 
 def memory_bytes(text: str) -> int | None:
-    """Return the number of bytes of a size such as 2GiB; None if the text is not a size above 0."""
+    """Return the number of bytes of a size such as 2GiB. Return None if the text is not a size, or if the size is 0."""
     match = _SIZE.fullmatch(text)
     if match is None or not float(match[1]):
         return None

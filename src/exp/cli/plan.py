@@ -34,7 +34,7 @@ UNNAMED = "the time of a step is unknown: name a GPU, such as device=H100"
 SWITCH = {"true": True, "false": False}
 
 
-# The options of the command with their allowed values. An empty tuple allows any text.
+# The allowed values of each option of the command. An empty tuple allows any text.
 OPTIONS = {"device": (), "memory": (), "search": tuple(SWITCH)}
 
 
@@ -43,9 +43,9 @@ class Words:
     """Parsed options of the command.
 
     Args:
-        device: Devices of the run, such as "64xH100". None: the devices of this machine.
-        memory: Memory of each device in bytes. None: the listed memory of the device.
-        searches: Search for the fastest configuration that fits.
+        device: Devices of the run, such as "64xH100". Default: None, for the devices of this machine.
+        memory: Memory of each device in bytes. Default: None, for the listed memory of the device.
+        searches: Whether to search for the fastest configuration that fits. Default: False.
     """
 
     device: str | None = None
@@ -101,7 +101,7 @@ def read_words(texts: Sequence[str]) -> Words:
 
 
 class Planner:
-    """Checks the config of a command line and estimates its run, optionally with additional overrides.
+    """Checks the config of a command line and estimates its run. The run may have additional overrides.
 
     Args:
         arguments: Parsed arguments of the command.
@@ -116,7 +116,7 @@ class Planner:
         """Compose and check the config, and return the plan of its run.
 
         Args:
-            more: Additional overrides, which replace the command's overrides of the same keys.
+            more: Additional overrides. They replace the command's overrides of the same keys. Default: none.
 
         Raises:
             ConfigError: The config has errors.
@@ -134,20 +134,20 @@ class Planner:
         return examine(resolve(config), machine=machine_of(self.words.device, config.launch)).plan()
 
     def estimator(self, plan: Plan) -> Estimator:
-        """Return the estimator of a plan on the device of the command. The default device is this machine's."""
+        """Return the estimator of a plan. The device is that of the command, by default a device of this machine."""
         from exp.plan.estimate import Estimator
 
         return Estimator(plan, device=self.device(plan))
 
     def other(self, more: Sequence[str]) -> Estimator | None:
-        """Return the estimator of the run with additional overrides; None if the config then has errors."""
+        """Return the estimator of the run with additional overrides. Return None if the config then has errors."""
         try:
             return self.estimator(self.plan(more))
         except ConfigError:
-            return None  # the run cannot use this suggestion
+            return None  # the overrides are only a suggestion, so that their errors are not reported
 
     def device(self, plan: Plan) -> Device | None:
-        """Return the device of the run; None if it is not in the table of devices."""
+        """Return the device of the run. Return None if the device is not in the table of devices."""
         from exp.plan.device_peaks import own_gpu, read_devices
 
         if self._device is None and self.words.device is not None:
@@ -157,10 +157,10 @@ class Planner:
         return self._device
 
     def limit(self, plan: Plan) -> int | None:
-        """Return the memory of each device in bytes; None if it is unknown.
+        """Return the memory of each device in bytes. Return None if the memory is unknown.
 
-        The command's option `memory` overrides the listed memory of the device. The ranks of a CPU run share its free
-        memory.
+        The command's option `memory` overrides the listed memory of the device. In a run on the CPU, the ranks share
+        the free memory of the machine.
         """
         if self.words.memory is not None:
             return self.words.memory
@@ -187,7 +187,7 @@ def machine_of(device: str | None, launch: object) -> Machine:
         return Machine(gpus=read_devices(device)[1] or needed, nccl=True)
     here = this_machine()
     gpus = max(here.gpus, needed) if getattr(launch, "accelerator", "auto") == "cuda" else here.gpus
-    # The number of cores is removed, so that more ranks than cores can be planned. No rank is started.
+    # The number of cores is set to unknown, because a plan starts no ranks and may have more ranks than cores.
     return dataclasses.replace(here, gpus=gpus, nccl=here.nccl or gpus > here.gpus, cores=None)
 
 
@@ -212,12 +212,12 @@ def _print(arguments: argparse.Namespace, words: Words) -> None:
 
 
 def _search(plan: Plan, planner: Planner, *, limit: int | None) -> None:
-    """Print the configurations that fit into memory, with the fastest first, and the command of the fastest.
+    """Print the configurations that fit into memory, the fastest first, and the command of the fastest configuration.
 
     Args:
         plan: Plan of the command's config.
-        planner: Estimates the run with other overrides.
-        limit: Memory of each device in bytes; None if it is unknown.
+        planner: Planner that estimates the run with other overrides.
+        limit: Memory of each device in bytes; None if the memory is unknown.
 
     Raises:
         ConfigError: The time of a step is unknown.

@@ -1,4 +1,4 @@
-"""Format the estimate of exp.plan as text for a terminal."""
+"""Text of an estimate of exp.plan for a terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, summary:
 
 
 def ways(found: Findings) -> str:
-    """Return the table of configurations that a search found, with the fastest first."""
+    """Return the table of configurations that a search found. The fastest configuration is first."""
     rows = [["a step takes", "at most", "bound by", "overrides"]]
     for one in found.fitting:
         rows.append([seconds(one.seconds), size(one.total), one.bound, " ".join(one.overrides)])

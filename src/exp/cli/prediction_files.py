@@ -22,7 +22,7 @@ FORMATS = (".npz", ".csv", ".jsonl")
 
 
 def refuse_place(path: Path, *, given: Path) -> None:
-    """Raise ConfigError if predictions cannot be written to a path. This is called before predicting.
+    """Raise ConfigError if predictions cannot be written to a path. Called before the prediction starts.
 
     Args:
         path: Output file.
@@ -47,17 +47,18 @@ def refuse_place(path: Path, *, given: Path) -> None:
 def write_predictions(predictions: Predictions, path: Path) -> None:
     """Write predictions to a file. An existing file is replaced.
 
-    A .npz file contains the outputs of the network by name, and the arrays `class`, `probability`, `probabilities`,
-    `prediction` and `classes` as far as they apply.
+    A .npz file contains the outputs of the network by name. It also contains those of the arrays `class`,
+    `probability`, `probabilities`, `prediction` and `classes` that the outputs define.
 
     .csv and .jsonl files contain one row per sample with these columns:
 
     - `file` for pictures
     - for a classification: `class` with the name of the class, `probability`, and `probability_<class>` for each class
-    - for a regression: `prediction`, or `prediction_0` and so on for several numbers
+    - for a regression: `prediction`, or `prediction_0`, `prediction_1` and so on for several numbers
     - the numbers of outputs that are not converted to classes or predictions
 
-    If several outputs are converted, each column name begins with its target, as in `species.class`.
+    If several outputs are converted, each column name begins with the name of the output's target, as in
+    `species.class`.
 
     Args:
         predictions: Predictions to write.
@@ -101,11 +102,11 @@ def _write_arrays(predictions: Predictions, path: Path) -> None:
 
 
 def rows_of(predictions: Predictions, *, is_flat: bool) -> Iterator[dict[str, object]]:
-    """Yield the row of each sample, as values by column.
+    """Yield one row per sample. A row contains values by column.
 
     Args:
         predictions: Predictions of all samples.
-        is_flat: Split arrays into one column for each number, as CSV requires. Otherwise values may be lists.
+        is_flat: Whether arrays are split into one column per number, as CSV requires. If false, values may be lists.
     """
     columns: dict[str, Sequence[Any]] = {"file": list(map(str, predictions.files))} if predictions.files else {}
     for name, values in predictions.outputs.items():
@@ -121,10 +122,10 @@ def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[s
     Args:
         predictions: Predictions of all samples.
         name: Name of the output.
-        is_flat: Split arrays into one column for each number.
+        is_flat: Whether arrays are split into one column per number.
 
     Returns:
-        Values of all samples by column.
+        The values of all samples, by column.
     """
     reading, start = predictions.readings[name], _start(predictions.readings, name)
     values = predictions.outputs[name]
@@ -147,12 +148,12 @@ def _columns(predictions: Predictions, name: str, *, is_flat: bool) -> Mapping[s
 
 
 def _plain(name: str, values: Any, is_flat: bool) -> Mapping[str, Sequence[Any]]:
-    """Return the columns for an array.
+    """Return the columns for an output that is not converted.
 
     Args:
         name: Name of the column.
         values: Array of each sample.
-        is_flat: Split 1-dimensional arrays into one column for each number. Otherwise values may be lists.
+        is_flat: Whether 1-dimensional arrays are split into one column per number. If false, values may be lists.
 
     Raises:
         RunError: `is_flat` is true, and the arrays have more dimensions or different lengths.

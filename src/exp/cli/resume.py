@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 EXACT, DIFFERS = 0, 1
 # The checkpoint from which a fork starts, in the fork's folder of checkpoints.
 START = "start.ckpt"
-# Entries of a checkpoint that may differ between equal runs: times, measured memory, the config, the list of files, and
-# Lightning's counters, which exp does not use to resume.
+# Entries of a checkpoint that may differ between equal runs. They are times, measured memory, the config, the list of
+# files, and Lightning's counters, which exp does not need to resume a run.
 NOT_COMPARED = ("exp_seconds", "exp_latest", "exp_config", "exp_manifest", "exp_kept", "loops")
 FIRST = ("state_dict", "optimizer_states", "lr_schedulers")
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def resume(run: Path, overrides: Sequence[str]) -> int:
-    """Run exp.train with the overrides of a run, and resume from the run's newest intact checkpoint.
+    """Resume a run from its newest intact checkpoint, with its overrides and additional ones.
 
     Args:
         run: Run directory.
@@ -70,7 +70,7 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
         Exit status of exp.train.
 
     Raises:
-        RunError: The run is still running, or does not have an intact checkpoint.
+        RunError: The run is still running, or has no intact checkpoint.
     """
     from exp.check.starting_point import newest_of
     from exp.cli import train
@@ -95,15 +95,14 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
 
     Args:
         run: Run directory.
-        allow: Packages that the config may name.
+        allow: Packages that the config may name. Default: none.
 
     Returns:
-        The first difference of the states; None if all values are equal.
-        The text to print.
+        The first difference of the states, and the text to print. The difference is None if all values are equal.
 
     Raises:
         ConfigError: The config has errors.
-        RunError: The run does not have a checkpoint, or the training fails.
+        RunError: The run has no checkpoint, or the training fails.
     """
     from exp.engine.checkpoint import read_checkpoint
 
@@ -118,9 +117,10 @@ def verify(run: Path, *, allow: Sequence[str] = ()) -> tuple[str | None, str]:
 
 
 def positions_of(run: Path) -> dict[Path, Mapping[str, int]]:
-    """Return the intact checkpoints that a run wrote, each with its position (epoch, batch, step) as a dict.
+    """Return the positions of the intact checkpoints that a run wrote, by path.
 
-    Checkpoints with another config, such as those copied from another run, are left out.
+    A position is a dict with the epoch, the batch and the step. Checkpoints with another config are left out, such as
+    those copied from another run.
     """
     from exp.check.starting_point import states_of
     from exp.engine.checkpointing import CONFIG, POSITION
@@ -135,16 +135,16 @@ def positions_of(run: Path) -> dict[Path, Mapping[str, int]]:
 
 
 def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) -> tuple[str, State]:
-    """Train from the last checkpoint before a position to the position, in a temporary directory.
+    """Train from the last checkpoint before a position up to this position, in a temporary directory.
 
     Args:
         run: Run directory.
         to: Position at which the training ends, as fields of Position.
-        allow: Packages that the config may name.
+        allow: Packages that the config may name. Default: none.
 
     Returns:
-        The path of the checkpoint that the training started from, or "the start".
-        The state at the position.
+        The path of the checkpoint from which the training started, or "the start". The second value is the state at the
+        position.
 
     Raises:
         RunError: The training does not reach the position.
@@ -167,7 +167,8 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
         try:
             fit(_replay_config(config, again, before=before, to=to))
         except RunError:
-            # The training loads one batch after the position. The run may have failed at this batch.
+            # The training loads one batch after the position. The first training may have failed at this batch, so an
+            # error is raised only if the state was not saved.
             if not reached.is_file():
                 raise
         found = read_checkpoint(reached if reached.is_file() else reached.with_name("last.ckpt"))
@@ -177,12 +178,12 @@ def train_again(run: Path, *, to: Mapping[str, int], allow: Sequence[str] = ()) 
 
 
 def _replay_config(config: DictConfig, directory: Path, *, before: str | None, to: Mapping[str, int]) -> DictConfig:
-    """Change a config so that its run trains in another directory up to a position, without other outputs.
+    """Change a config so that its run trains in another directory up to a position, and writes no other outputs.
 
     Args:
         config: Frozen config, which is changed in place.
         directory: Run directory of the new run.
-        before: Checkpoint to start from. None: the beginning.
+        before: Checkpoint from which the run starts. None: the beginning.
         to: Position at which the training ends, as fields of Position.
     """
     from omegaconf import OmegaConf, open_dict
@@ -195,7 +196,7 @@ def _replay_config(config: DictConfig, directory: Path, *, before: str | None, t
         config.checkpoint.every_n_steps = config.checkpoint.every_n_minutes = None
         config.checkpoint.save_last = True
         if config.trainer.max_time is not None:
-            # The limit is raised, because the repeated training may take longer. The position ends it.
+            # The time limit is raised, because the repeated training may take longer. It ends at the position instead.
             config.trainer.max_time = "365:00:00:00"
         config.trainer.enable_progress_bar = False
         # StateAt must run before the other callbacks, like the callback that saves last.ckpt.

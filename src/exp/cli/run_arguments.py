@@ -23,7 +23,7 @@ class RunArguments:
     """Parsed arguments of a command for saved runs.
 
     Args:
-        values: Values of the command's keys as text. None: the key was not given.
+        values: Values of the command's keys, as text. None: the key was not given.
         allow: Packages that the run's config may name.
         overrides: Overrides of the run, including security.allow.
     """
@@ -44,9 +44,9 @@ def read_arguments(
 
     Args:
         argv: Arguments, without the program.
-        keys: Keys of the command, each with its allowed values, or with a description of its value for messages.
-        needed: Keys that must be given.
-        takes_overrides: Allow overrides of the run. security.allow is always allowed.
+        keys: Keys of the command. A key has a tuple of allowed values, or a description of its value for messages.
+        needed: Keys that must be given. Default: run.
+        takes_overrides: Whether overrides of the run are allowed. security.allow is always allowed. Default: True.
 
     Raises:
         ConfigError: The arguments have errors.
@@ -89,7 +89,10 @@ def read_arguments(
 
 
 def words_in(override: str) -> tuple[str, ...] | None:
-    """Return the texts in the list of an override such as `security.allow=[mine]`; None for other values."""
+    """Return the texts in the list of an override such as `security.allow=[mine]`.
+
+    Return None for any other override.
+    """
     value: Any
     try:
         value = parse_override(override).value()
@@ -99,6 +102,6 @@ def words_in(override: str) -> tuple[str, ...] | None:
 
 
 def _unquote(value: str) -> str:
-    """Return a value without enclosing quotes, which Hydra's grammar allows."""
+    """Return a value without the quotes around it, which Hydra's grammar allows."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if is_quoted else value

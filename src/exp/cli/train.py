@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status: 0 on success; 2 if the config has errors; 1 if a run failed; 128 + n if signal n ended the command.
     """
-    # Imported here, so that main also handles Ctrl-C during these slow imports.
+    # These slow imports are inside the function, so that the command also handles Ctrl-C while they run.
     from exp.cli.command_line import answer_question, parse_arguments
 
     arguments = parse_arguments(argv)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raise ConfigError if torchrun started this process, because each rank would train a separate run.
+    """Raise ConfigError if torchrun started this process. Otherwise each rank would train a separate run.
 
     Args:
         command: Name of the command for the message, such as "exp.train".
@@ -64,7 +64,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     master = compose_sweep(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)
 
-    # Imported late, so that errors of the composition are reported at once.
+    # Imported after the composition of the config, so that its errors are reported without this slow import.
     from exp.sweeps.job import JobProcesses
 
     processes = JobProcesses(fit_job, validate)
@@ -78,8 +78,8 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
 
     Args:
         config: Composed config, with its hydra node.
-        processes: Starts the processes that check, freeze and run jobs.
-        prepare: Function that freezes a job. It must be importable by its name, because other processes call it.
+        processes: Processes that check, freeze and run jobs.
+        prepare: Function that freezes a job. Other processes import the function by its name.
     """
     from omegaconf import OmegaConf
 
@@ -97,8 +97,8 @@ def executor_of(config: DictConfig, processes: JobProcesses, *, prepare: Prepare
     return cast("Executor", executor(settings=settings, processes=processes, prepare=prepare, jobs=most))
 
 
-# The next functions import torch and lightning when they are called, so that errors of the composition are reported
-# before these slow imports.
+# The next functions import torch and lightning when they are called. Errors in the composition of the config are
+# therefore reported before these slow imports.
 def fit(config: DictConfig) -> Report:
     from exp import start
 
@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from exp.check.stages import compose, refuse_early
     from exp.config.frozen import frozen_yaml
 
-    # Announced, because the import takes most of the time before the first step.
+    # A message is printed first, because the import takes most of the time before the first step.
     with pause_garbage_collection():
         config = compose(
             arguments.overrides,
@@ -149,7 +149,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_sweep_settings(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if overrides of a single run set keys of `sweep`."""
+    """Raise ConfigError if overrides of a single run set keys below `sweep`."""
     keys = [text.partition("=")[0].lstrip("+~") for text in overrides]
     expected, fix = "a sweep, because only sweeps use this key", "Put -m in front of the overrides"
     raise_errors(command_line_error(key, "set for one run", expected, fix) for key in keys if key.startswith("sweep."))

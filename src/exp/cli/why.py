@@ -32,7 +32,8 @@ from exp.spelling import among, find_nearest, fix_of_key, show
 PROGRAM = "python -m exp.why"
 # The largest number of characters of a value in the table.
 MOST_CHARACTERS = 60
-# The values of these keys may be determined before a run starts, by the data or by a search for a checkpoint.
+# Beginnings of keys whose values the config may leave open. The data or a search for a checkpoint determines such a
+# value before the run starts.
 DETERMINED = ("data.", "resume", "weights.from")
 MOST_STEPS = 40
 Row = tuple[str, str, str]
@@ -77,7 +78,7 @@ def _error(got: str, expected: str, fix: str | None = None, *, key: str = "KEY")
 
 
 class Question:
-    """A config, with a method that explains the value of a key.
+    """A config, and a method that explains the value of a key.
 
     Args:
         config: Composed config.
@@ -120,7 +121,8 @@ class Question:
     def _value(self, key: str) -> tuple[object, str]:
         """Return the value of a key, and a note about the value.
 
-        The note is not empty if the data determine the value, or a search before the run such as `resume: auto`.
+        The note is empty if the config contains the value. It is not empty if the data determine the value, or a search
+        before the run, as for `resume: auto`.
         """
         value = self._values.get(key, UNKNOWN)
         if value is not UNKNOWN and not (key.startswith(DETERMINED) and value in (None, "auto")):
@@ -162,11 +164,12 @@ class Question:
         return self._place(settings[-1]) if settings else ""
 
     def _references(self, key: str, trail: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield a line for each reference in the value of a key, and indented lines for the references that follow.
+        """Yield a line for each reference in the value of a key. The references in that reference's value follow, indented.
 
         Args:
             key: Dotted key.
-            trail: Keys that lead to this key. References to these keys are not followed, because they form a circle.
+            trail: Keys whose references led to this key. They are not followed again, because they form a circle.
+                Default: ().
         """
         text = self._raw.get(key)
         if not isinstance(text, str) or key in trail:
@@ -182,14 +185,14 @@ class Question:
             yield f"{indent}{match[0]}}}: {match[1]} is {'set' if match[1].strip() in os.environ else 'not set'}"
 
     def _default(self, holder: Mapping[str, Any], key: str) -> str | None:
-        """Return the text of a parameter's default in the signature of a node's target.
+        """Return the text of a parameter's default value in the signature of a node's target.
 
         Args:
             holder: Node with the `_target_`.
             key: Dotted key of the parameter in the node.
 
         Returns:
-            None if the target does not have the parameter.
+            The text. None if the target lacks the parameter.
         """
         from exp.check.signature import signature_of  # imports the target
         from exp.config.targets import resolve
@@ -218,7 +221,7 @@ class Question:
 
 
 def _values_below(tree: Mapping[str, object], key: str) -> Iterator[tuple[str, object]]:
-    """Yield each dotted key below a key with its value. Lists are yielded as one value.
+    """Yield each dotted key below a key, and its value. A list is yielded as one value.
 
     Args:
         tree: Values of all nodes by dotted key.
@@ -231,7 +234,7 @@ def _values_below(tree: Mapping[str, object], key: str) -> Iterator[tuple[str, o
 
 
 def _whole(reference: str, at: str) -> str:
-    """Return the absolute dotted key of a reference, which may be relative such as `.lr` or `..seed`.
+    """Return the absolute dotted key of a reference. The reference may be relative, such as `.lr` or `..seed`.
 
     Args:
         reference: Reference without `${` and `}`.

@@ -36,14 +36,15 @@ def main() -> NoReturn:
 def work(
     rank: Rank, *, directory: Path, resume: Path | None, allow: Sequence[str] = (), requeues: int | None = None
 ) -> None:
-    """Join the process group of a run, and train as one rank of it.
+    """Join the process group of a run, and train as one rank of the run.
 
     Args:
         rank: Rank of this process.
         directory: Run directory.
-        resume: Checkpoint to resume from. Default: the one in the config.
+        resume: Checkpoint from which to resume. None: the checkpoint in the config.
         allow: Packages that the command allows. `security.allow` in the run directory does not allow a package.
-        requeues: See exp.run.run.
+            Default: none.
+        requeues: See exp.run.run. Default: None.
 
     Raises:
         ConfigError: The config names a package that the command does not allow.

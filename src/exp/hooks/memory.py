@@ -1,4 +1,4 @@
-"""Hook `memory`, which logs the memory use of a step, and reports what filled the memory if it runs out."""
+"""Hook `memory`, which logs the memory use of a step. If memory runs out, it also reports what filled the memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from exp.nested import tensors_in
 
 log = logging.getLogger(__name__)
 
-# Name of the phase that ends at each boundary.
+# Name in tags of the phase of a step that ends at each boundary.
 PHASES: dict[Boundary, str] = {"forward": "forward", "backward": "backward", "optimizer": "step"}
-# Name of the phase that ends at a pipeline's backward, because its schedule alternates forward and backward.
+# Name in tags of the only phase before the optimizer step of a pipeline, whose schedule alternates forward and
+# backward.
 TOGETHER = "forward_backward"
 
 
@@ -32,16 +33,19 @@ class Memory(Hook):
       - `memory/parameters_mib`
       - `memory/gradients_mib`, after the backward
       - `memory/optimizer_mib`, after the step
-      - `memory/activations_mib`: tensors that the forward saves for the backward, without parameters and buffers. With
-        accumulation, the largest micro-batch counts.
-    The first three are exact, and each storage counts once even if several tensors share it. On CUDA, `memory/peak_mib`
-    is the largest use of the allocator since the start.
+      - `memory/activations_mib`: tensors that the forward saves for the backward, without parameters and buffers. If
+        micro-batches are accumulated, the largest value of a micro-batch is logged.
 
-    `details` adds `memory/host_rss_mib`, the resident set size. On Linux it adds `memory/host_peak_<phase>_mib`, the
-    peak of the resident set in the forward, the backward and the optimizer step. A pipeline alternates forward and
-    backward, and has one phase `forward_backward`. On CUDA `details` adds `memory/allocated_mib`,
-    `memory/reserved_mib`, `memory/fragmentation` (fraction of reserved memory that is not allocated) and
-    `memory/peak_<phase>_mib`.
+    The first three parts are exact. A storage that several tensors share counts once. On CUDA, `memory/peak_mib` is the
+    largest memory use of the allocator since the start.
+
+    With `details`, these tags are added:
+      - `memory/host_rss_mib`: resident set size of the process.
+      - `memory/host_peak_<phase>_mib`, on Linux: peak of the resident set in the forward, the backward and the
+        optimizer step. A pipeline alternates forward and backward, and has one phase `forward_backward` instead.
+      - `memory/peak_<phase>_mib`, on CUDA: peak of the allocator in each phase.
+      - `memory/allocated_mib` and `memory/reserved_mib`, on CUDA.
+      - `memory/fragmentation`, on CUDA: fraction of the reserved memory that is not allocated.
 
     The values are those of rank 0. With `details` and several ranks, each tag also has `/min`, `/mean` and `/max` over
     the ranks.
@@ -49,8 +53,8 @@ class Memory(Hook):
     If memory runs out, a table is written to the log, and a suggestion is added to the error.
 
     Args:
-        every_n_steps: Steps between two records. `auto` depends on the length of the run. A measured forward of a tiny
-            network takes up to 25 percent longer. Default: auto.
+        every_n_steps: Steps between two records. `auto` depends on the length of the run. In a recorded step, the
+            forward of a tiny network takes up to 25 percent longer. Default: auto.
         details: Whether values of the host, the phases, the allocator and all ranks are logged. Default: False.
     """
 
@@ -61,7 +65,7 @@ class Memory(Hook):
         self.details = details
         self._process = psutil.Process()
         self._network: nn.Module | None = None
-        # Values of the current step, and of the last forward that was measured.
+        # Values of the current step, or of the last recorded step.
         self._activations = 0
         self._peaks: dict[str, int] = {}
         self._has_forward = False
@@ -98,7 +102,7 @@ class Memory(Hook):
 
     def after_backward(self, step: Step) -> Values:
         gradients = mebibytes(parameter.grad for parameter in step.network.parameters() if parameter.grad is not None)
-        # The gradients differ between phases, so the largest size counts.
+        # Each phase of the training has other gradients. The largest size is logged.
         self._gradients = max(self._gradients, gradients)
         return {"memory/gradients_mib": gradients}
 
@@ -116,13 +120,13 @@ class Memory(Hook):
         return values
 
     def _add_details(self, parts: Mapping[str, float | Tensor], step: Step) -> dict[str, float | Tensor]:
-        """Return the values of the host and the allocator.
+        """Return the values of the host and the allocator by tag, and the values in `parts`.
 
-        With several ranks, add statistics of all values over the ranks.
+        With several ranks, the result also has statistics of all values over the ranks.
         """
         place = step.device
         dtype = torch.float32 if place.type == "mps" else torch.float64
-        # Also used as a barrier.
+        # The gather is also a barrier for the ranks.
         ranks = len(step.gather(torch.zeros(1, dtype=dtype, device=place)))
         values: dict[str, float | Tensor] = {
             "memory/host_rss_mib": self._process.memory_info().rss / MIB,
@@ -135,7 +139,7 @@ class Memory(Hook):
             numbers = torch.tensor([own.get(tag, torch.nan) for tag in tags], dtype=dtype, device=place)
             found = step.gather(numbers)
             if self._tags is None:
-                # Computed only once, because it waits for the device.
+                # The tags are computed only once, because reading them waits for the device.
                 nowhere = found.isnan().all(0).tolist()
                 self._tags = {tag for tag, is_nowhere in zip(tags, nowhere, strict=True) if not is_nowhere}
             values |= {
@@ -147,7 +151,7 @@ class Memory(Hook):
         return values
 
     def _keep(self, kept: Kept, failed: bool) -> None:
-        """Keep the result of the largest micro-batch. If the forward failed, keep its result instead."""
+        """Keep the result of a forward if it is the largest in this step, or if the forward failed."""
         if failed or kept.size >= self._activations:
             self._kept = kept
         self._activations = max(self._activations, kept.size)
@@ -163,12 +167,12 @@ class Memory(Hook):
 
 
 def mebibytes(tensors: Iterable[Tensor]) -> float:
-    """Return the total size of the tensors' storages in MiB. Each storage counts once."""
+    """Return the total size in MiB of the storages of tensors. A shared storage counts once."""
     return sum(storages(tensors).values()) / MIB
 
 
 def _counters(device: torch.device) -> dict[str, Peak]:
-    """Return the counters that can be reset, by the first part of their tags."""
+    """Return the memory counters that can be reset, by the first part of their tags."""
     counters: dict[str, Peak] = {"host_peak": HOST} if HOST.can_restart else {}
     return {**counters, "peak": peak_of(device)} if device.type == "cuda" else counters
 
@@ -182,7 +186,7 @@ def _peak_tags(device: torch.device) -> list[str]:
 
 
 def _allocator_values(device: torch.device) -> dict[str, float]:
-    """Return the current values of a CUDA device's allocator by tag; an empty dict for other devices."""
+    """Return the current values of a CUDA device's allocator by tag. For other devices, the result is empty."""
     if device.type != "cuda":
         return {}
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -194,7 +198,7 @@ def _allocator_values(device: torch.device) -> dict[str, float]:
 
 
 def _over_ranks(found: Tensor) -> dict[str, Tensor]:
-    """Return the minimum, mean and maximum over ranks of K values.
+    """Return the minimum, mean and maximum over ranks of K values. Missing values are ignored.
 
     A missing value is nan. For example, a stage of a pipeline has no forward phase.
 
@@ -202,7 +206,7 @@ def _over_ranks(found: Tensor) -> dict[str, Tensor]:
         found: Values of R ranks, `[R, K]`.
 
     Returns:
-        `min`, `mean` and `max`, `[K]` each.
+        The entries `min`, `mean` and `max`, `[K]` each.
     """
     missing = found.isnan()
     return {

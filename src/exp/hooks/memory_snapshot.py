@@ -24,7 +24,7 @@ Rows = Mapping[str, Mapping[Part, int]]
 def take(error: BaseException, step: Step | None, *, network: nn.Module, kept: Kept) -> tuple[str, str]:
     """Return two texts about the current memory use: a message, and a table of modules.
 
-    The message has the place of the failed allocation, its size, and the change that saves the most memory.
+    The message contains the place and the size of the failed allocation, and the change that saves the most memory.
 
     Args:
         error: Error of the allocator.
@@ -56,7 +56,10 @@ def _table(modules: Rows, parts: Mapping[Part, int]) -> str:
 
 
 def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], kept: Kept) -> Rows:
-    """Return the bytes of each part by the path of the module that owns them. Each storage counts once."""
+    """Return the bytes of parameters, gradients, optimizer state and activations of each module, by path.
+
+    A shared storage counts only in the first module that uses it.
+    """
     rows: dict[str, dict[Part, int]] = {}
     seen: set[int] = set()
     for part, name, tensor in _owned_tensors(network, optimizers):
@@ -74,7 +77,11 @@ def _by_module(network: nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
 def _owned_tensors(
     network: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[Part, str, Tensor]]:
-    """Yield the part, the parameter's name and the tensor for parameters, gradients and optimizer states."""
+    """Yield all parameters, gradients and tensors of optimizer states.
+
+    Yields:
+        The kind of the tensor, the name of its parameter, and the tensor.
+    """
     for name, parameter in network.named_parameters():
         yield "parameters", name, parameter
         if parameter.grad is not None:
@@ -90,11 +97,11 @@ def _mib(size: int) -> str:
 
 
 def advice(parts: Mapping[Part, int], *, failed: int) -> str:
-    """Return the change that saves the most memory.
+    """Return the change that saves the most memory, as a text.
 
     Args:
-        parts: Bytes by part.
-        failed: Size of the activation whose allocation failed, in bytes.
+        parts: Bytes of parameters, gradients, optimizer state and activations.
+        failed: Size in bytes of the activation that could not be allocated; 0 if the allocation was no activation.
     """
     state = parts["parameters"] + parts["gradients"] + parts["optimizer"]
     if parts["activations"] + failed > state:

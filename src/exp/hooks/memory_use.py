@@ -1,7 +1,7 @@
 """Peaks of memory use, and errors of allocations that failed.
 
-A peak between two points of a run is measured by resetting a counter of the CUDA allocator or of the Linux kernel. Only
-this module resets these counters, and it keeps the largest value from before a reset.
+To measure the peak between two points of a run, a counter of the CUDA allocator or of the Linux kernel is reset. Only
+this module resets these counters, so that it can keep the largest value from before a reset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 STATUS, SWITCH = "/proc/self/status", "/proc/self/clear_refs"
-# Messages of torch's allocators and CUDA's libraries that raise a plain RuntimeError (torch 2.13).
+# Messages of torch's allocators and CUDA's libraries, which raise a plain RuntimeError (torch 2.13).
 ALLOCATORS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|MPS backend out of memory|CUDA error: out of memory"
     r"|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
@@ -39,14 +39,14 @@ class Peak(ABC):
 
     @property
     def can_restart(self) -> bool:
-        """True if the counter can be reset."""
+        """Whether the counter can be reset."""
         return True
 
     @abstractmethod
     def since_restart(self) -> int:
-        """Return the peak since the last restart.
+        """Return the peak in bytes since the last restart.
 
-        If the counter was never restarted, return the peak of the process.
+        If the counter was never restarted, return the peak since the start of the process.
         """
 
     @abstractmethod
@@ -54,7 +54,10 @@ class Peak(ABC):
         """Set the counter to the current memory use."""
 
     def restart(self) -> int:
-        """Return the peak since the last restart, and reset the counter. `so_far` keeps the returned peak."""
+        """Return the peak in bytes since the last restart, and reset the counter.
+
+        Later calls of `so_far` include this peak.
+        """
         found = self.since_restart()
         self._before = max(self._before, found)
         if self.can_restart:
@@ -62,21 +65,30 @@ class Peak(ABC):
         return found
 
     def so_far(self) -> int:
-        """Return the peak since the last call of `forget`, or since the start of the process."""
+        """Return the peak in bytes since the last call of `forget`.
+
+        Without such a call, the peak since the start of the process.
+        """
         return max(self._before, self.since_restart())
 
     def forget(self) -> None:
-        """Start a new peak, for another run in this process."""
+        """Begin a new peak for another run in this process.
+
+        Later calls of `so_far` do not include earlier memory use.
+        """
         self.restart()
         self._before = 0
 
 
 class ResidentPeak(Peak):
-    """Peak of this process's resident set. Only Linux can reset it (proc(5): VmHWM, clear_refs)."""
+    """Peak of this process's resident set. Only Linux can reset this counter (proc(5): VmHWM, clear_refs)."""
 
     @functools.cached_property
     def can_restart(self) -> bool:
-        """True on Linux if the process has permission to reset its counter. A sandbox may deny it. Checked once."""
+        """Whether the process can reset its counter: on Linux, unless a sandbox denies the permission.
+
+        The permission is checked once.
+        """
         if sys.platform != "linux":
             return False
         try:
@@ -103,7 +115,11 @@ class ResidentPeak(Peak):
 
 
 def _largest_resident() -> int:
-    """Return the kernel's counter in bytes. Raise ValueError if the file has no such counter."""
+    """Return the kernel's counter in bytes.
+
+    Raises:
+        ValueError: The kernel's file has no such counter.
+    """
     text = Path(STATUS).read_text()
     return int(text[text.index("VmHWM:") :].split(maxsplit=2)[1]) * 1024
 
@@ -127,14 +143,14 @@ _of_device = functools.cache(AllocatedPeak)
 
 
 def peak_of(device: torch.device) -> Peak:
-    """Return the allocator's peak for a CUDA device, and the resident set's peak for other devices."""
+    """Return the counter of a device: the CUDA allocator's counter, or the resident set's counter for other devices."""
     if device.type != "cuda":
         return HOST
     return _of_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def peak_of_run() -> Peak:
-    """Return the peak of the device that this process uses."""
+    """Return the counter of the device that this process uses."""
     return peak_of(torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"))
 
 
@@ -146,17 +162,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Return the size of the failed allocation in bytes; None if the message does not state it."""
+    """Return the size in bytes of the failed allocation. Return None if the message does not state the size."""
     found = ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
 def explain_out_of_memory(error: BaseException, *, is_built: bool) -> str:
-    """Return the report of the hook `memory`, or a hint to use the hook, followed by the allocator's message.
+    """Return a report of the failed allocation, followed by the allocator's message.
+
+    The report comes from the hook `memory`. Without the hook, it is a hint to add the hook.
 
     Args:
         error: The error.
-        is_built: Whether network and data are already built. Before that point no hook runs.
+        is_built: Whether network and data are already built. Hooks run only after that.
     """
     message = str(error).partition("\n")[0] or type(error).__name__
     if is_built:

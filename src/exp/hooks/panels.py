@@ -10,10 +10,10 @@ r"""Values of a tag that are not numbers: histograms, columns of heat maps, imag
             "pr_curve/val": PrecisionRecallCurve.of(scores, targets),
         }
 
-`of` computes on the device of the tensors and does not wait for it. The result stays on the device until the next
-flush. A flush occurs every `trainer.log_every_n_steps` steps, and copies the tensors of all steps to the host together.
-Call `of` within the step, do not call `.item()`, and copy tensors that change later. TensorBoard shows all kinds. Other
-loggers warn once about kinds that they do not support.
+`of` computes on the device of the tensors without waiting for the device. The result stays on the device until the next
+flush. A flush occurs every `trainer.log_every_n_steps` steps, and copies the tensors of all these steps to the host
+together. Call `of` within the step, do not call `.item()`, and copy tensors that change later. TensorBoard shows all
+kinds of values. Other loggers warn once about kinds that they do not support.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Panel:
     """Base class of logged values that are not numbers."""
 
     def draw(self) -> Panel:
-        """Return the panel to show, with its tensors on the host. Called when the panel is written.
+        """Return the panel to write, with its tensors on the host. Called when the panel is written.
 
-        Panels that cannot be drawn on a device, except columns, return a panel of another class.
+        A subclass that cannot be drawn on a device returns a panel of another class. Columns are an exception.
         """
         return self
 
@@ -53,7 +53,7 @@ class Histogram(Panel):
     Args:
         counts: Counts, `[K]`, float or integer.
         low: Start of the first bin, 0-d; nan if no value is finite.
-        high: End of the last bin, 0-d. It equals `low` if all values are equal.
+        high: End of the last bin, 0-d. If all values are equal, `high` equals `low`.
     """
 
     counts: Tensor
@@ -81,7 +81,7 @@ class Histogram(Panel):
 
     @classmethod
     def from_counts(cls, counts: Tensor, low: Tensor, high: Tensor) -> Self:
-        """Return a histogram, given counts and the limits that `finite_range` returned."""
+        """Return a histogram, given the counts of its bins and the limits from `finite_range`."""
         empty = low > high
         return cls(counts, low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan))
 
@@ -90,7 +90,7 @@ def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest finite value of a vector `[K]`, 0-d. Without finite values: inf and -inf."""
     if not len(flat):
         return flat.new_full((), torch.inf), flat.new_full((), -torch.inf)
-    # torch.where does not wait for the device; a test for infinities would.
+    # torch.where is used, because a condition on the numbers would wait for the device.
     finite = flat.isfinite()
     return torch.where(finite, flat, torch.inf).amin(), torch.where(finite, flat, -torch.inf).amax()
 
@@ -113,12 +113,20 @@ def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
     shares = torch.add(low / -2, flat, alpha=0.5) / half
     if shares.is_cuda and torch.are_deterministic_algorithms_enabled():
         return deterministic_counts(shares, bins)
-    # Scaled to 0 to 1, because histc would wait for limits that are tensors. histc ignores values that are not finite.
+    # The values are scaled to the range 0 to 1, because histc would wait for limits that are tensors. histc ignores
+    # values that are not finite.
     return torch.histc(shares, bins, 0.0, 1.0)
 
 
 def deterministic_counts(shares: Tensor, bins: int) -> Tensor:
-    """Return the same counts as torch.histc from 0 to 1, which has no deterministic implementation on CUDA."""
+    """Return the same counts as torch.histc from 0 to 1, deterministically on CUDA.
+
+    torch.histc has no deterministic implementation on CUDA.
+
+    Args:
+        shares: Values, `[K]`. Values outside of 0 to 1 are ignored.
+        bins: Number of bins.
+    """
     counted = (shares >= 0.0) & (shares <= 1.0)
     # A share of 1 belongs to the last bin. Shares outside of 0 to 1 go to an additional bin, which is dropped.
     places = (shares * bins).clamp(0, bins - 1).masked_fill(~counted, bins).long()
@@ -130,8 +138,8 @@ class Healthy:
     """Bounds of healthy numbers. A heat map shows other numbers in saturated colors.
 
     Args:
-        low: Lower bound; None for no bound. Default: None.
-        high: Upper bound; None for no bound. Default: None.
+        low: Lower bound. Default: None, for no bound.
+        high: Upper bound. Default: None, for no bound.
         is_logarithmic: Whether the color scale is logarithmic. Default: True.
     """
 
@@ -144,10 +152,11 @@ class Healthy:
 class Column(Panel):
     """Column of a tag's heat map: one number for each of R parts of a network, such as parameters or layers.
 
-    A run draws the columns of a tag next to each other. It saves the numbers in table.csv, under the tag and the names.
+    A run draws the columns of a tag next to each other. The numbers are saved in table.csv, under the tag and the
+    names.
 
     Args:
-        names: R names.
+        names: Names of the R parts. They must be different.
         values: Numbers, `[R]`.
         healthy: Bounds of healthy numbers.
     """
@@ -165,10 +174,10 @@ class Column(Panel):
 
     @classmethod
     def of(cls, numbers: Mapping[str, Tensor | float], *, healthy: Healthy) -> Self:
-        """Return a column.
+        """Return a column, given numbers by name.
 
         Args:
-            numbers: At least one number by name: floats, or 0-d tensors on any devices.
+            numbers: Floats, or 0-d tensors on any devices, by name. At least one number is required.
             healthy: Bounds of healthy numbers.
         """
         values = list(numbers.values())
@@ -182,11 +191,11 @@ class Column(Panel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image(Panel):
-    """Picture, or grid of pictures.
+    """A picture, or a grid of pictures.
 
     Args:
-        pixels: uint8 `[N, C, H, W]`. C is 1 (gray), 3 (color) or 4 (color and opacity).
-        columns: Number of pictures per row. None makes the grid almost square. Default: None.
+        pixels: Colors of the N pictures, uint8 `[N, C, H, W]`. C is 1 (gray), 3 (color) or 4 (color and opacity).
+        columns: Number of pictures per row. Default: None, which makes the grid almost square.
     """
 
     pixels: Tensor
@@ -197,11 +206,11 @@ class Image(Panel):
         """Return a grid of pictures.
 
         Args:
-            pictures: `[N, C, H, W]`, `[C, H, W]` or `[H, W]`. uint8 is used unchanged. In other dtypes, 0 is black and
-                1 is white.
-            stretched: Whether to scale each picture so that its smallest value is black and its largest white, as for
-                feature maps. Default: False.
-            columns: Number of pictures per row. Default: None.
+            pictures: Tensor `[N, C, H, W]`, `[C, H, W]` or `[H, W]`. uint8 numbers are used unchanged. In other dtypes,
+                0 is black and 1 is white.
+            stretched: Whether each picture is scaled so that its smallest value is black and its largest value white,
+                as for feature maps. Default: False.
+            columns: Number of pictures per row. Default: None, which makes the grid almost square.
 
         Raises:
             ValueError: The tensor has another shape.
@@ -247,7 +256,7 @@ class PrecisionRecallCurve(Panel):
     """Precision-recall curve of a binary classification, over T increasing thresholds.
 
     Args:
-        counts: `[4, T]`: true positives, false positives, true negatives, false negatives.
+        counts: Numbers of true positives, false positives, true negatives and false negatives, `[4, T]`.
     """
 
     counts: Tensor
@@ -257,8 +266,8 @@ class PrecisionRecallCurve(Panel):
         """Return the curve of a batch.
 
         Args:
-            scores: `[B]`, from 0 to 1. A score equal to a threshold counts as positive.
-            targets: `[B]`, bool, or 0 and 1.
+            scores: Scores from 0 to 1, `[B]`. A score that is equal to a threshold counts as positive.
+            targets: Targets, `[B]`, bool, or 0 and 1.
             thresholds: Number of thresholds, T. Default: 127.
         """
         limits = torch.linspace(0, 1, thresholds, device=scores.device)
@@ -298,7 +307,7 @@ def png(sheet: np.ndarray) -> bytes:
 
     file = io.BytesIO()
     PillowImage.fromarray(sheet[..., 0] if sheet.shape[2] == 1 else sheet).save(
-        # Twice as fast as the default level; files are a tenth larger.
+        # Compression level 1 is twice as fast as the default level. Files are a tenth larger.
         file,
         format="png",
         compress_level=1,

@@ -1,8 +1,8 @@
 """Size of the tensors that a forward saves for its backward, by module.
 
 Tested properties of torch 2.13: a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
-which raises an error if hooks are active. A compiled network runs as one function, and saves the tensors that its
-backward needs.
+which raises an error if hooks for saved tensors are active. A compiled network runs as one function, so that the
+tensors that it saves cannot be assigned to its layers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Kept:
 
     Args:
         size: Total size in bytes.
-        by_module: Bytes by the innermost module that saved a storage first. The key None is the objective.
-        at: Owner of each storage, by address.
+        by_module: Bytes by module. A storage belongs to the innermost module that was running when it was first saved.
+            The key None is the objective.
+        at: Module of each storage, by address of the storage.
     """
 
     size: int = 0
@@ -41,15 +42,16 @@ class Kept:
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Context that counts the bytes that the forward inside it saves for the backward.
+    """Context that counts the bytes that a forward saves for the backward. The forward runs inside the context.
 
     Tensors that a transform of torch.func saves are not counted, because such a transform does not support hooks.
 
     Args:
-        network: Network whose parameters and buffers are not counted. They are listed again at the end, because a
-            forward gathers sharded weights.
-        data: Batch of the forward. A tensor that is a view counts with its own bytes, not with those of its storage.
-        report: Function called at the end with the result, and with True if the forward failed.
+        network: The network. Its parameters and buffers are not counted. They are listed again at the end, because a
+            forward may gather sharded weights.
+        data: Batch of the forward. A tensor of the batch counts with the bytes of its entries, even if it is a view of
+            a larger storage.
+        report: Function that is called at the end. Its arguments are the result, and True if the forward failed.
     """
 
     def __init__(self, network: nn.Module, data: object, report: Callable[[Kept, bool], None]) -> None:
@@ -73,9 +75,10 @@ class SavedTensors(saved_tensors_hooks):
 
     @contextmanager
     def _aside(self, error_message: str) -> Iterator[None]:
-        """Disable hooks for saved tensors, as torch's function of this name does, but also while this object is active.
+        """Disable hooks for saved tensors, like torch.autograd.graph.disable_saved_tensors_hooks.
 
-        torch's function raises an error if such hooks are active.
+        torch's function raises an error if such hooks are active. This method first deactivates the hooks of this
+        object.
         """
         is_outermost, self._is_aside = not self._is_aside, True
         if is_outermost:
@@ -91,7 +94,7 @@ class SavedTensors(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Tensor:
         owner = innermost_call()
         self._saved += [(part.untyped_storage(), owner) for part in dense_tensors(tensor)]
-        # Keeping the tensor itself would be a leak: its graph would stay alive through the node that saves it.
+        # The tensor is detached, because a saved tensor with its graph would keep the graph alive (a memory leak).
         with OBSERVING:
             return tensor.detach()
 
@@ -131,7 +134,7 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 def innermost_call() -> nn.Module | None:
-    """Return the innermost module whose `forward` is running; None outside of a forward."""
+    """Return the innermost module whose `forward` is running. Return None outside of a forward."""
     frame = inspect.currentframe()
     while frame is not None:
         if (module := _module_of(frame)) is not None:
@@ -141,7 +144,7 @@ def innermost_call() -> nn.Module | None:
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """Return the path of the innermost module whose `forward` raised the error; None if no forward raised it."""
+    """Return the path of the innermost module whose `forward` raised an error. Return None if no forward raised it."""
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):
@@ -158,9 +161,10 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that store a tensor in this process: the tensor, its shard, or indices and values.
+    """Return the dense tensors that store a tensor in this process.
 
-    For a tensor without a storage, such as a tensor inside torch.func, the result is empty.
+    These are the local shard of a DTensor, the indices and values of a sparse tensor, or else the tensor. A tensor
+    without a storage, such as a tensor inside torch.func, has no dense tensors.
     """
     part = local_part(tensor)
     if part.layout == torch.sparse_coo:
@@ -172,15 +176,15 @@ def dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the size of each storage in bytes, by address."""
-    # Computed together, so that no coalesced copy is freed and its address used again.
+    """Return the size in bytes of each storage of the tensors, by address. A shared storage is listed once."""
+    # The list keeps all storages alive, so that the address of a temporary copy is not used again.
     found = [part.untyped_storage() for tensor in tensors for part in dense_tensors(tensor)]
     return {address(storage): storage.nbytes() for storage in found}
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage among all live storages.
+    """Return a number that identifies a storage among all storages in use.
 
-    A meta tensor has no memory, so the address of its description is used.
+    A storage on the meta device has no memory. Its number is the address of its Python description.
     """
     return StorageWeakRef(storage).cdata if storage.device.type == "meta" else storage.data_ptr()

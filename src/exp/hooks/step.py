@@ -1,4 +1,4 @@
-"""Description of an optimizer step for hooks, and the arguments of `Hook.before_update`."""
+"""Description of an optimizer step for hooks, and the argument of `Hook.before_update`."""
 
 from __future__ import annotations
 
@@ -27,35 +27,36 @@ class Step:
 
     Attributes:
         index: Number of the current optimizer step, counted from 1. It is the x axis of logged values.
-        network: The network, without a strategy's wrapper.
+        network: The network. If the strategy wraps the network, this is the network inside the wrapper.
         optimizers: Optimizers of the step, in order.
         batch_size: Number of samples over all ranks and accumulated micro-batches.
         device: Device of the network's input.
         epoch: Epoch of the last micro-batch, counted from 0.
         batch_idx: Number of the last micro-batch in the epoch, counted from 0.
-        seed: Seed of the run. exp.data.randomness.reseed sets the random stream of (seed, rank, epoch, batch_idx).
-        rank: Index of this process's part of the batch.
+        seed: Seed of the run. exp.data.randomness.reseed computes the random numbers of a micro-batch from the seed,
+            the rank, the epoch and batch_idx.
+        rank: Index of the part of the batch that this process has.
         world_size: Number of processes of the run.
         accumulated: Number of micro-batches per step.
         total_steps: Number of steps of the whole run; None if unknown.
         samples_seen: Number of samples over all ranks in the steps of this process, including the current step.
         seconds_waited: Total seconds for which the training loop of this process has waited for batches.
-        loss: Objective of the last micro-batch, 0-d and detached; None before it is computed.
+        loss: Objective of the last micro-batch, 0-d and detached. None before the objective is computed.
         data: Last micro-batch as the data set returns it: a pair or a mapping of tensors.
         batches: This rank's micro-batches of the step with their batch_idx. Empty unless a hook sets `keeps_batches`.
-        weight: Weight of this rank's mean loss in the mean over all samples; 0.0 for a rank with a placeholder sample.
-        loss_with: Function that returns the unweighted objective, 0-d, for a callable that replaces the network, and
-            data.
-        norms: Function that returns the 2-norms of tensors by parameter name, over all shards. If the tensors are
-            sharded, every rank must call it.
-        parts: Object that combines the results of shards; None if tensors are not sharded.
+        weight: Weight of this rank's mean loss in the mean over all samples. 0.0 for a rank without samples.
+        loss_with: Function that returns the unweighted objective, 0-d. Its arguments are a callable that replaces the
+            network, and data.
+        norms: Function that returns the 2-norms of whole tensors by parameter name. If the tensors are sharded, every
+            rank must call the function.
+        parts: Object that combines numbers from the shards of all ranks. None if tensors are not sharded.
         clips: Whether the gradients of the optimizer are clipped. With phases, the gradients of the current phase.
-        gather: Function that returns `[R, ...]` on every rank, given `[...]` on each of R ranks. Every rank must call
-            it.
+        gather: Function that stacks a tensor `[...]` of each of R ranks to `[R, ...]`, on every rank. Every rank must
+            call the function.
         autocast: Function that returns the context of the run's precision, for a forward that the hook runs.
         kept: Dtypes of layers that differ from the network's dtype, by layer name.
-        phase: Name of the current phase; None without phases. In after_backward only the phase's parameters have its
-            gradients.
+        phase: Name of the current phase; None without phases. In after_backward, only the phase's parameters have
+            gradients of this phase.
     """
 
     index: int
@@ -91,10 +92,10 @@ class Window:
     """Micro-batches of one optimizer step, and their position in the run.
 
     Args:
-        batches: Micro-batches of this rank with their batch_idx, counted from 0.
+        batches: Micro-batches of this rank, each with its batch_idx, counted from 0.
         epoch: Epoch, counted from 0.
         phase: Name of the phase; None without phases. Default: None.
-        turn: Numbers that select the random stream of the forward; see exp.data.randomness.reseed. Default: ().
+        turn: Numbers that select the random numbers of the forward, as in exp.data.randomness.reseed. Default: ().
     """
 
     batches: Sequence[tuple[Batch, int]]
@@ -105,12 +106,12 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Optimizer step that is about to run. The gradients are unscaled, averaged, and not clipped.
+    """An optimizer step that is about to run. The gradients are unscaled, averaged, and not clipped.
 
     Args:
         window: Micro-batches of the step.
         optimizer: The optimizer.
-        losses: Losses of this rank's micro-batches, 0-d, on their device. With phases, a single element: their sum.
+        losses: Losses of this rank's micro-batches, 0-d, on their device. With phases, the only element is their sum.
         scale: Loss scale, 0-d or a float; None without a loss scale.
         module: Training module of the run.
     """

@@ -18,7 +18,7 @@ from exp.hooks.step import Step
 from exp.hooks.utilisation import PeakFlops, Utilisation
 
 AHEAD = 5
-# Number of steps by which a device may lag the host before the times of a step's parts are dropped.
+# Maximum number of timed steps whose times are kept until the device has finished them. Older times are dropped.
 LAG = 64
 # The duration of a part has no healthy limit.
 NO_BOUND = Healthy()
@@ -27,25 +27,27 @@ NO_BOUND = Healthy()
 class Throughput(Hook):
     """Hook that logs mean speeds over the last `every_n_steps` steps, and the times of the parts of one step.
 
-    The mean speeds are `throughput/step_ms`, `throughput/samples_per_second`, and, if the input is integers `[B, T]`,
-    `throughput/tokens_per_second`. The time of a step starts at the end of the previous step, and includes loading,
-    logging and other hooks. The first step of the run and the first step after a pause are not timed. A pause is a
-    validation, or a checkpoint at the end of an epoch. On CUDA the host runs ahead of the device. The means are still
-    valid, because the queue is bounded.
+    The mean speeds are `throughput/step_ms` and `throughput/samples_per_second`. If the input is integers `[B, T]`,
+    `throughput/tokens_per_second` is added. The time of a step starts at the end of the previous step, and includes
+    loading, logging and other hooks. The first step of the run and the first step after a pause are not timed. A pause
+    is a validation, or a checkpoint at the end of an epoch. On CUDA the host runs ahead of the device. The means are
+    still valid, because the device's queue is limited.
 
-    `throughput/part_ms` is a heat map with the times of data, forward, backward, optimizer and rest, whose sum is the
-    time of one step. With `each_part` they are also scalars: `throughput/data_ms`, `forward_ms`, `backward_ms`,
-    `optimizer_ms` and `rest_ms`. The timed step is up to five steps before the logged step, because other hooks are due
-    at the logged step. On CUDA the times are logged when the device has finished the step, so that the host does not
-    wait. A pipeline alternates forward and backward, and has one part `forward_backward_ms`.
+    `throughput/part_ms` is a heat map with the times of data, forward, backward, optimizer and rest. Their sum is the
+    time of one step. With `each_part` these times are also scalars: `throughput/data_ms`, `forward_ms`, `backward_ms`,
+    `optimizer_ms` and `rest_ms`. A pipeline alternates forward and backward, and has one part `forward_backward_ms`
+    instead.
+
+    The timed step is up to five steps before the logged step, because other hooks are due at the logged step. On CUDA
+    the times are logged after the device has finished the step, so that the host does not wait.
 
     `throughput/mfu` is the model FLOPs utilisation. The text `throughput/flops` shows how it is computed.
 
     Args:
         every_n_steps: Steps between two records. `auto` depends on the length of the run. Default: auto.
         each_part: Whether the times of a step's parts are also logged as scalars. Default: False.
-        peak_flops: FLOPs per second of one device. `measured` measures them by matrix products. None uses the listed
-            value of a GPU, and logs no utilisation on a CPU. Default: None.
+        peak_flops: Peak FLOPs per second of one device. `measured` measures the peak by matrix products. None uses the
+            listed value of a GPU, and logs no utilisation on a CPU. Default: None.
         flops_per_sample: FLOPs of one sample in a step. None counts them once, on the meta device. Default: None.
         workload: Work of a step; set by exp. Default: None.
     """
@@ -67,7 +69,7 @@ class Throughput(Hook):
         self._begin()
 
     def _begin(self) -> None:
-        # Number of steps between the timed step and the due step. After them, a GPU has finished the timed step.
+        # Number of steps between the timed step and the logged step. In these steps, a GPU finishes the timed step.
         self._ahead = min(AHEAD, (self.every_n_steps - 1) // 2)
         # Total number, samples and seconds of the timed steps.
         self._steps, self._samples, self._seconds = 0, 0, 0.0
@@ -81,7 +83,7 @@ class Throughput(Hook):
         self._begin()
 
     def due(self, index: int) -> bool:
-        """Return whether a measurement starts or ends at this step, or the clock must be started."""
+        """Return whether a measurement starts or ends at this step, or whether the clock must be started."""
         place = (index + 1 + self._ahead) % self.every_n_steps
         return place <= 1 or index % self.every_n_steps == 0 or self._last is None or self._paused_at is not None
 
@@ -153,10 +155,10 @@ class Throughput(Hook):
 
 
 def tokens_in_a_sample(data: object) -> int | None:
-    """Return T if a batch's first input is integers `[B, T]`; None otherwise.
+    """Return the number T of tokens per sample if a batch's first input is integers `[B, T]`. Otherwise return None.
 
     Args:
-        data: Pair or mapping of tensors, or the input alone.
+        data: A pair or a mapping of tensors, or only the input.
     """
     if isinstance(data, Mapping):
         data = data["input"] if "input" in data else next((v for name, v in data.items() if name != "target"), None)
@@ -168,16 +170,17 @@ def tokens_in_a_sample(data: object) -> int | None:
 
 
 PARTS = ("data", "forward", "backward", "optimizer", "rest")
-# Part of a pipeline, whose schedule alternates forwards and backwards of micro-batches.
+# Name of the only part before the optimizer step of a pipeline. Its schedule alternates forwards and backwards.
 TOGETHER = "forward_backward"
 
 
 class StepTimer:
     """Times of the parts of one step, from the end of the previous step to the end of this step.
 
-    The time before a mark named forward, backward or optimizer belongs to that part. The remaining time is the wait for
-    the batch, and the rest: callbacks, hooks, loggers, and the copy of the batch to the device. On CUDA, marks are
-    events in the device's queue. The wait for a batch then counts only while the device had no other work.
+    The time before a mark with the name forward, backward or optimizer belongs to the part with this name. The
+    remaining time has two parts: the wait for the batch, and the rest, such as callbacks, hooks, loggers, and the copy
+    of the batch to the device. On CUDA, marks are events in the device's queue. The wait for a batch is then measured
+    only while the device had no other work.
 
     Args:
         device: Device of the network.
@@ -208,21 +211,25 @@ class StepTimer:
             self._moments.append(time.perf_counter() if now is None else now)
 
     def end(self, now: float, *, waited: float) -> None:
-        """End the step. The arguments are those of the constructor, at the end of this step."""
+        """End the step.
+
+        Args:
+            now: End of the step, by time.perf_counter.
+            waited: Total seconds for which the loop has waited for batches until the end of the step.
+        """
         self.mark("rest", now)
         self._waited = waited - self._waited
 
     @property
     def is_known(self) -> bool:
-        """True if the device has finished the step. Reading the times then does not wait."""
+        """Whether the device has finished the step. Reading the times then does not wait."""
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:
-        """Return the milliseconds of each part, whose sum is the time of the step.
+        """Return the milliseconds of each part. Their sum is the time of the step.
 
-        Wait for the device unless `is_known`.
-
-        A step without a mark named forward has the part TOGETHER instead of forward and backward.
+        Wait for the device unless `is_known`. Without a mark named forward, the part TOGETHER replaces the parts
+        forward and backward.
         """
         if self._events:
             taken = [a.elapsed_time(b) for a, b in itertools.pairwise(self._events)]

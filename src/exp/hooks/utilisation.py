@@ -1,8 +1,8 @@
 """Model FLOPs utilisation (MFU): the model's FLOPs as a fraction of the devices' peak.
 
-The definition is that of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311). MFU is the number of samples per
-second, times the FLOPs of a sample's forward and backward, divided by the peak FLOPs per second. Activations that are
-recomputed to save memory count once.
+The definition is that of PaLM, appendix B (Chowdhery et al. 2022, arXiv:2204.02311). The number of samples per second
+is multiplied by the FLOPs of a sample's forward and backward, and divided by the peak FLOPs per second. Activations
+that are recomputed to save memory count once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ PeakFlops = Annotated[float, Gt(0)] | Literal["measured"] | None
 
 
 class Utilisation:
-    """Model FLOPs utilisation of a run. FLOPs are counted and the peak is measured once, at the first use.
+    """Model FLOPs utilisation of a run. At the first use, FLOPs are counted and the peak is measured.
 
     If a number cannot be determined, a warning is logged once.
 
     Args:
-        peak_flops: FLOPs per second of one device. `measured` measures them. None uses the listed value of the device.
+        peak_flops: Peak FLOPs per second of one device. `measured` measures the peak. None uses the listed value of the
+            device.
         flops_per_sample: FLOPs of one sample in a step. None counts them.
         workload: Work of a step; None without a config.
     """
@@ -44,14 +45,14 @@ class Utilisation:
         self._is_prepared = False
 
     def prepare(self, step: Step, *, name: str) -> Text | None:
-        """Determine FLOPs and peak at the first call, outside of the timed steps.
+        """Determine the FLOPs and the peak at the first call. Must be called outside of the timed steps.
 
         Args:
             step: Current step.
             name: Name of the hook, for messages.
 
         Returns:
-            Table of both numbers; None if one is unknown, and at later calls.
+            A table of both numbers. None if one of them is unknown, and at later calls.
         """
         if self._is_prepared:
             return None
@@ -82,11 +83,14 @@ class Utilisation:
         )
 
     def at(self, samples_per_second: float) -> float | None:
-        """Return the utilisation, from 0 to 1; None if FLOPs or peak are unknown."""
+        """Return the utilisation, from 0 to 1. Return None if the FLOPs or the peak are unknown."""
         return None if self._share is None else samples_per_second * self._share
 
     def _peak_of(self, device: torch.device, workload: Workload) -> tuple[float | None, str]:
-        """Return the FLOPs per second of one device, or None if unknown, and a description of their source."""
+        """Return the peak FLOPs per second of one device, and a description of the source of this number.
+
+        The peak is None if it is unknown.
+        """
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         if self._given_peak == "measured":
             return measured_peak(device, workload.precision), f"{name}, measured by matrix products"
@@ -116,11 +120,11 @@ def _raise_without_config(data: object) -> FlopCount:
 
 
 TERA = 1e12
-# Pattern of each card's name in torch, and its TFLOPS for dense matrices. If NVIDIA states a figure only with sparsity,
-# half of it is listed. Other names belong to slower variants or to partitions: Laptop, Ti, D, MIG. The figures are for
-# sums in float32. With sums in float16, which training does not use, fp16 and fp8 of the two GeForce cards would be
-# twice as fast. Sources: datasheets of HGX B200 (one of its eight GPUs), H200, H100, A100, L40S, L4, T4 and V100, and
-# the whitepapers of Ada and of GA102, appendix A.
+# Pattern of each card's name in torch, and the card's TFLOPS for dense matrices. If NVIDIA states a figure only with
+# sparsity, half of this figure is listed. The patterns do not match slower variants or partitions, such as Laptop, Ti,
+# D and MIG. The figures are for sums in float32. With sums in float16, which training does not use, fp16 and fp8 of the
+# two GeForce cards would be twice as fast. Sources: datasheets of HGX B200 (one of its eight GPUs), H200, H100, A100,
+# L40S, L4, T4 and V100, and the whitepapers of Ada and of GA102, appendix A.
 _ARITHMETIC = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _CARDS: dict[str, tuple[str, tuple[float | None, ...]]] = {
     "B200": ("NVIDIA B200", (37, 75, 1100, 2250, 2250, 4500)),
@@ -143,13 +147,16 @@ _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def arithmetic(word: str) -> str:
-    """Return the arithmetic of matrix products for a value of `precision`. fp32 becomes tf32 if torch may use tf32."""
+    """Return the arithmetic of matrix products for a value of `precision`.
+
+    The arithmetic of fp32 is tf32 if torch's settings allow tf32.
+    """
     kind = word.removesuffix("_true")
     return "tf32" if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" else kind
 
 
 def listed_peak(device_name: str, word: str) -> float | None:
-    """Return the FLOPs per second of a device for dense matrices; None if the device or the precision is not listed.
+    """Return the peak FLOPs per second of a device for dense matrices. Return None if no peak is listed.
 
     Args:
         device_name: Result of torch.cuda.get_device_name.
@@ -170,10 +177,10 @@ def card_peaks(card: str) -> Mapping[str, float]:
 
 
 def measured_peak(device: torch.device, word: str, *, seconds: float = 0.05) -> float | None:
-    """Return the highest FLOPs per second measured in square matrix products; None if torch.mm lacks the precision.
+    """Measure the FLOPs per second of square matrix products, and return the highest result.
 
-    On a CPU, the products use the threads of this process. The function draws no random numbers, takes a few times
-    `seconds`, and waits for the device's queue.
+    Return None if torch.mm does not support the precision. On a CPU, the products use the threads of this process. The
+    function draws no random numbers, takes a few times `seconds`, and waits for the device's queue.
 
     Args:
         device: Device to measure.
@@ -187,7 +194,7 @@ def measured_peak(device: torch.device, word: str, *, seconds: float = 0.05) -> 
     best = 0.0
     with torch.no_grad():
         for size in _SIZES:
-            # Ones, because the speed differs for zeros and denormals.
+            # The matrix contains ones, because products of zeros and denormals have other speeds.
             matrix = torch.ones(size, size, dtype=dtype, device=device)
             _seconds_of(matrix)  # warm-up
             taken = min(_seconds_of(matrix) for _ in range(3))

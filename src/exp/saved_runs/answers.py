@@ -1,4 +1,4 @@
-"""Predictions in the terms of the data: classes with probabilities, or numbers in original units."""
+"""Predictions from the outputs of a network: classes with probabilities, or numbers in the units of the data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
-# A number that applies to all outputs, or one number for each output.
+# One number for all entries of an output, or one number for each entry.
 Numbers = float | Sequence[float]
-# Loss classes for classification, with the kind of output that they expect and the axis of the classes.
+# Loss classes for classification. Each has the kind of output that the loss expects, and the axis of the classes.
 CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (
     (CrossEntropy, "classes", -1),
     (NLL, "log_classes", -1),
@@ -30,16 +30,17 @@ NUMBERS = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A description of a network output, used to turn the output into predictions.
+    """A description of a network output, from which predictions are computed.
 
     Args:
         target: Name of the target that a loss compares with the output.
-        kind: Kind of the output: `classes` are scores of classes, `log_classes` are log probabilities of classes,
-            `yes_or_no` are scores of a binary answer.
-        axis: Axis of the classes.
-        names: Class names in order. None without names.
-        mean: Mean by which training standardized the target. None without standardization.
-        deviation: Standard deviation by which training standardized the target. None without standardization.
+        kind: Kind of the output: `classes` for scores of classes, `log_classes` for log probabilities of classes,
+            `yes_or_no` for scores of a binary classification, and `numbers` for a regression.
+        axis: Axis of the classes. Default: -1.
+        names: Class names in order. Default: None, for classes without names.
+        mean: Mean of the target in the training data, if training standardized the target. Default: None.
+        deviation: Standard deviation of the target in the training data, if training standardized the target. Default:
+            None.
     """
 
     target: str
@@ -50,15 +51,18 @@ class Reading:
     deviation: Numbers | None = None
 
     def answers(self, output: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the predictions of an output.
+        """Return the predictions for an output.
 
         Args:
             output: Output `[N, ...]` of the network.
 
         Returns:
-            Arrays by name. For classes: `class`, int64 `[N, ...]`, -1 if a score is nan; `probability` of that class;
-            and
-            `probabilities` with the classes in the last axis. For yes or no: `probability`. For numbers: `prediction`.
+            Arrays by name:
+
+            - for classes: `class`, int64 `[N, ...]`, which is -1 if a score is nan; `probability`, the probability of
+              this class; and `probabilities` of all classes, which are the last axis
+            - for a binary classification: `probability`
+            - for a regression: `prediction`
         """
         scores = torch.from_numpy(output).double()
         if self.kind == "numbers":
@@ -85,8 +89,8 @@ def readings_of(
 
     Args:
         objective: Objective with the losses.
-        fitted: Statistics of the training split.
-        classes: Class names in the config, or None.
+        fitted: Statistics of the training split, as saved in a checkpoint.
+        classes: Class names in the config. None: the config has no class names.
     """
     named, scales = fitted_classes(fitted), fitted_scales(fitted)
     found: dict[str, Reading] = {}

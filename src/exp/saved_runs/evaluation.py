@@ -1,4 +1,4 @@
-"""Evaluation of a saved run on its data or on other data, in one or more ranks."""
+"""Evaluation of a saved run on its data or on other data, with one or more ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Evaluated = Literal["test", "val", "all"]
 STAGES: tuple[Evaluated, ...] = ("test", "val", "all")
 # Split sizes that make the whole data set the test split.
 WHOLE = {"train": 0, "val": 0, "test": 1.0}
-# Keys of the config for tasks that need trained weights.
+# Keys of the config that enable tasks with trained weights.
 Asked = Literal["test", "validate", "predict"]
 WAYS: tuple[Asked, ...] = ("test", "validate", "predict")
 PLACE = "evaluations"
@@ -40,9 +40,11 @@ def evaluate(
     Args:
         run: The saved run.
         stage: Split to evaluate. `all` evaluates the whole data set as the test split, for example on new data.
-        weights: `best`, `last`, or the path of a checkpoint.
-        overrides: Changes of the run's command, such as data.batch_size=7 strategy=ddp. Without overrides, the frozen
-            config is used unchanged.
+            Default: test.
+        weights: `best`, `last`, or the path of a checkpoint. Default: None, which selects the checkpoint as in
+            RunFiles.network.
+        overrides: Overrides that are added to those of the run, such as data.batch_size=7 strategy=ddp. Without
+            overrides, the frozen config is used unchanged.
 
     Returns:
         A report with the metrics of the stage, such as `accuracy/test`.
@@ -75,11 +77,11 @@ def evaluation_config(
 
     Args:
         run: The saved run.
-        overrides: Changes of the saved run's command.
+        overrides: Overrides that are added to those of the saved run.
         checkpoint: Path of the weights.
         asked: Task of the new run.
-        directory: Parent directory of the new run directory. None uses hydra.run.dir from the overrides, or else
-            outputs/<name>/evaluations next to the saved run.
+        directory: Parent directory of the new run directory. None uses hydra.run.dir from the overrides. Without this
+            override, outputs/<name>/evaluations next to the saved run is used. Default: None.
 
     Raises:
         ConfigError: An override sets a key that an evaluation sets itself, or is not valid.

@@ -1,4 +1,4 @@
-"""Predictions of a saved run, with the data preparation, network, precision and class names of the run."""
+"""Predictions of a saved run. The data preparation, network, precision and class names are those of the run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from exp.start import fit
 ARRAYS = "exp.data.unlabelled.UnlabelledArrays"
 # Keys of the node `data` that contain data sets.
 PLACES = ("dataset", "train", "val", "test")
-# Keys of the node `data` that come from the training data, because samples without targets do not determine them.
+# Keys of the node `data` whose values come from the training data. Samples without targets do not determine the values.
 FROM_DATA = ("inputs", "input_shape", "input_dtype", "num_classes", "num_outputs")
-# Keys of the node `data` that affect only training.
+# Keys of the node `data` that have an effect only in training.
 OF_TRAINING = ("sampler", "batch_sampler")
 
 
@@ -43,9 +43,9 @@ class Predictions:
     """The outputs of the network for each sample, in the order of the input.
 
     Args:
-        outputs: Outputs by name: an array `[N, ...]`, or a list of N arrays if samples differ in length.
-        files: Files of the pictures. Empty for other data.
-        readings: Descriptions of the outputs that a loss compares with a target, by output name.
+        outputs: Outputs by name: an array `[N, ...]`. If samples differ in length, a list of N arrays.
+        files: Files of the pictures. Default: empty, for other data.
+        readings: Descriptions of the outputs that a loss compares with a target, by output name. Default: empty.
     """
 
     outputs: Mapping[str, np.ndarray | list[np.ndarray]]
@@ -56,13 +56,13 @@ class Predictions:
         return len(next(iter(self.outputs.values())))
 
     def answers(self, output: str | None = None) -> dict[str, np.ndarray]:
-        """Return the predictions of an output: classes with probabilities, or numbers. See Reading.answers.
+        """Return the predictions for an output: classes with probabilities, or numbers, as in Reading.answers.
 
         Args:
-            output: Name of the output. None uses the only output with a description.
+            output: Name of the output. Default: None, which selects the only output that a loss compares with a target.
 
         Raises:
-            RunError: There is no such output, or its samples differ in length.
+            RunError: No such output exists, or its samples differ in length.
         """
         names = list(self.readings)
         name = names[0] if output is None and len(names) == 1 else output
@@ -89,15 +89,16 @@ def predict(
         run: The saved run.
         given: A file, a folder, one array `[N, ...]`, or arrays by input name. The content must be like a file of the
             run's data: table columns, pictures, or arrays before transforms.
-        weights: `best`, `last`, or the path of a checkpoint.
-        overrides: Changes of the run's command, as in `evaluate`.
-        is_shown: Whether to show a progress bar.
+        weights: `best`, `last`, or the path of a checkpoint. Default: None, which selects the checkpoint as in
+            RunFiles.network.
+        overrides: Overrides that are added to those of the run, as in `evaluate`.
+        is_shown: Whether to show a progress bar. Default: False.
 
     Raises:
         ConfigError: The input does not fit the run's data.
         RunError: The prediction fails.
     """
-    # Not tempfile.TemporaryDirectory, because a forked process would remove the directory when the process ends.
+    # tempfile.TemporaryDirectory is not used, because a forked process would remove the directory at its end.
     place = Path(tempfile.mkdtemp(prefix="exp-predict-"))
     try:
         path = Path(given).absolute() if isinstance(given, str | Path) else _save(given, run, place)
@@ -116,11 +117,19 @@ def predict(
 
 
 def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Sequence[str], place: Path) -> DictConfig:
-    """Return the config of a run that predicts the samples at a path, without loggers."""
+    """Return the config of a run that predicts samples without loggers.
+
+    Args:
+        run: The saved run.
+        path: File or folder of the samples.
+        checkpoint: Path of the weights.
+        overrides: Overrides that are added to those of the saved run.
+        place: Parent directory of the new run directory.
+    """
     config = evaluation_config(run, overrides, checkpoint=checkpoint, asked="predict", directory=place)
     known = {key: run.config.data[key] for key in FROM_DATA}
     targets = _set_node(run).get("target")
-    if isinstance(targets, Mapping):  # named targets in a batch were taken for inputs, so remove them
+    if isinstance(targets, Mapping):  # `data.inputs` also lists the named targets of a batch, which are missing now
         known["inputs"] = {name: one for name, one in (known["inputs"] or {}).items() if name not in targets} or None
     unlabelled = unlabelled_node(run, path)
     with open_dict(config):
@@ -152,10 +161,13 @@ def _save(given: object, run: RunFiles, place: Path) -> Path:
 
 
 def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
-    """Return a config node for a data set that reads the input like the run's data set reads its files."""
+    """Return the config node of a data set without targets.
+
+    The data set reads the files at a path in the same way as the run's data set reads its files.
+    """
     data, node = run.settings.data, _set_node(run)
     allow = run.settings.security.allow
-    # `own` is a class, or a function of the user that returns the data set.
+    # `own` is the class of the data set, or a user's function that returns the data set.
     own = resolve(node["_target_"], allow=allow)
     kind = getattr(own, "unlabelled", ARRAYS)
     takes = resolve(kind, allow=()).OPTIONS
@@ -186,7 +198,7 @@ def _set_node(run: RunFiles) -> Mapping[str, Any]:
 
 
 def config_classes(run: RunFiles) -> Sequence[str] | None:
-    """Return the class names in the config, or None."""
+    """Return the class names in the config. Return None if the config has no class names."""
     nodes = [run.settings.data[name] for name in PLACES if run.settings.data.get(name) is not None]
     return next((node["classes"] for node in nodes if isinstance(node.get("classes"), list)), None)
 
@@ -211,9 +223,9 @@ def _assemble(
 
 
 def readings_at(settings: Settings, checkpoint: Path, *, classes: Sequence[str] | None) -> dict[str, Reading]:
-    """Return descriptions of the outputs by name, with the statistics in a checkpoint.
+    """Return descriptions of the outputs by name, with the statistics of the training split in a checkpoint.
 
-    Empty for a user's LightningModule.
+    For a user's LightningModule, the result is empty.
     """
     is_own = settings.module is not None
     return {} if is_own else readings_of(build_objective(settings), fitted_in(checkpoint) or {}, classes=classes)

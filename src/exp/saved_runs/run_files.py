@@ -1,4 +1,4 @@
-"""Access to the files of a run: its config, report, curves, and its network with saved weights."""
+"""Access to the files of a run: its config, report, curves, and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunFiles:
     Args:
         directory: Absolute path of the run directory. None for a checkpoint outside of a run directory.
         checkpoint: Path of the loaded checkpoint. None if a run directory was loaded.
-        config: The frozen config, every interpolation resolved.
+        config: The frozen config. All interpolations are resolved.
         settings: The config as typed objects.
     """
 
@@ -71,7 +71,7 @@ class RunFiles:
 
     @functools.cached_property
     def data(self) -> Data:
-        """The run's data with the splits, standardization and classes of training.
+        """The run's data, with the splits, the standardization and the classes of the training.
 
         Raises:
             ConfigError: The data does not exist.
@@ -84,14 +84,15 @@ class RunFiles:
             return build_data(dataclasses.replace(self.settings, resume=str(self.path_of(None))))
 
     def network(self, weights: str | Path | None = None, *, averaged: bool = True) -> nn.Module:
-        """Return the trained network on the CPU, in evaluation mode and in the dtypes of training.
+        """Return the trained neural network on the CPU, in evaluation mode and in the dtypes of training.
 
         If the run trained the user's LightningModule, that module is returned.
 
         Args:
             weights: `best`, `last`, or the path of a checkpoint. None uses the loaded checkpoint if there is one.
-                Otherwise None uses the best checkpoint, or the last one if there is no best.
+                Otherwise None uses the best checkpoint, or the last one if there is no best. Default: None.
             averaged: Whether to use the averaged weights if the run kept an average. Validation used the average.
+                Default: True.
 
         Raises:
             RunError: The checkpoint does not exist, is damaged, or belongs to another network.
@@ -109,7 +110,7 @@ class RunFiles:
         return network.eval()
 
     def path_of(self, weights: str | Path | None) -> Path:
-        """Return the path of the checkpoint that the method `network` reads.
+        """Return the path of the checkpoint from which the method `network` loads weights.
 
         Args:
             weights: `best`, `last`, or the path of a checkpoint. None selects the same checkpoint as in `network`.
@@ -133,7 +134,10 @@ class RunFiles:
         return found
 
     def refuse_own_file(self, output: Path, *, weights: str | Path | None) -> None:
-        """Raise ConfigError if an output file would replace a file of the run, or is in the run's checkpoints folder.
+        """Raise ConfigError if a command must not write an output file.
+
+        The file must not replace the checkpoint or a file of the run, and must not be in the run's folder of
+        checkpoints.
 
         Args:
             output: Output path of a command.
@@ -169,7 +173,11 @@ def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor
 
 
 def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, prefix: str) -> None:
-    """Load weights into a network. Raise RunError if the weights belong to another network."""
+    """Load weights into a network.
+
+    Raises:
+        RunError: The weights belong to another network.
+    """
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     try:
         network.load_state_dict(own)
@@ -179,7 +187,10 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], *, path: Path, pref
 
 
 class History(dict[str, Curve]):
-    """The curves of a run by tag. `history["loss/val"].steps` is int64 `[N]`, and `.values` is float64 `[N]`."""
+    """The curves of a run by tag.
+
+    For example, `history["loss/val"].steps` is int64 `[N]`, and `history["loss/val"].values` is float64 `[N]`.
+    """
 
     def __missing__(self, tag: str) -> Curve:
         raise KeyError(f"the run did not log {tag}; expected one of {among(self, word=tag)}")

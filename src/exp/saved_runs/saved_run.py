@@ -4,8 +4,8 @@
     network = run.network(weights="best")
     classes = run.predict(pictures).answers()["class"]
 
-Loading is as safe as a resume. The config is read as data, and its targets must be on the allow list. Only tensors and
-plain values of a checkpoint are read.
+Loading is as safe as a resume. The config is read as data, and its targets must be on the list of allowed targets. Only
+tensors and plain values of a checkpoint are read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ WHERE = "a run directory, outputs/<name>/<date>/<time>, the directory of a job o
 
 
 class SavedRun(RunFiles):
-    """A run on disk, or one of its checkpoints. RunFiles documents access to its files."""
+    """A run on disk, or one of its checkpoints. The base class RunFiles documents access to the files."""
 
     def evaluate(
         self, *, stage: Evaluated = "test", weights: str | Path | None = None, overrides: Sequence[str] = ()
     ) -> Report:
-        """Evaluate a checkpoint of the run. See exp.saved_runs.evaluation.evaluate for the arguments."""
+        """Evaluate a checkpoint of the run. The arguments are those of exp.saved_runs.evaluation.evaluate."""
         return evaluate(self, stage=stage, weights=weights, overrides=overrides)
 
     def predict(
         self, given: object, *, weights: str | Path | None = None, overrides: Sequence[str] = ()
     ) -> Predictions:
-        """Run the network over samples without targets. See exp.saved_runs.prediction.predict for the arguments."""
+        """Run the network over samples without targets.
+
+        The arguments are those of exp.saved_runs.prediction.predict.
+        """
         return predict(self, given, weights=weights, overrides=overrides)
 
 
@@ -50,10 +53,11 @@ def load(path: str | Path, *, allow: Sequence[str] = ()) -> SavedRun:
 
     Args:
         path: The directory or the checkpoint.
-        allow: Packages that targets may come from, as in security.allow. The run's own security.allow is ignored.
+        allow: Packages that targets may come from, as in security.allow. The run's security.allow is ignored. Default:
+            none.
 
     Raises:
-        RunError: There is no run at the path, or its config is damaged.
+        RunError: No run exists at the path, or its config is damaged.
         ConfigError: The run needs packages that are not allowed.
     """
     path = Path(path)

@@ -49,11 +49,11 @@ class SlurmLauncher(ExpLauncher):
     """Hydra launcher that submits jobs to SLURM by submitit; see exp.extras.clusters.slurm."""
 
     def __init__(self, **settings: object) -> None:
-        """Ignore the settings, which the sweep reads in the config."""
+        """Ignore the settings, because the sweep reads them from the config."""
 
 
 class RayLauncher(ExpLauncher):
     """Hydra launcher that runs jobs on Ray; see exp.extras.clusters.ray_jobs."""
 
     def __init__(self, **settings: object) -> None:
-        """Ignore the settings, which the sweep reads in the config."""
+        """Ignore the settings, because the sweep reads them from the config."""

@@ -166,7 +166,11 @@ def _target(dotted: Any, *, where: str, root: Path, allow: Sequence[str]) -> Fin
 
 
 def _of_pickle(path: Path) -> Iterator[Finding]:
-    """Yield a finding for each name that torch.load(weights_only=True) rejects, and for pickles of other formats."""
+    """Yield findings of a pickle or checkpoint.
+
+    A finding is yielded for each class or function that torch.load(weights_only=True) rejects. Pickles in other formats
+    than torch's zip format also give a finding, and are not read.
+    """
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             yield from _of_member(file, where=str(path))
@@ -198,7 +202,7 @@ def _of_checkpoint(path: Path) -> Iterator[Finding]:
 
 
 def _of_member(file: IO[bytes], *, where: str) -> Iterator[Finding]:
-    """Yield a finding unless the file is a NumPy array of numbers, which contains no pickle."""
+    """Yield a finding if the file may contain a pickle. A NumPy array of numbers contains no pickle."""
     header = np.lib.format
     if file.peek(6).startswith(header.MAGIC_PREFIX):  # type: ignore[attr-defined]  # files and members of archives
         is_first = header.read_magic(file) == (1, 0)

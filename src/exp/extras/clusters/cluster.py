@@ -133,7 +133,7 @@ def _gpus(launch: LaunchSettings, gpus: float | None) -> int:
 
 
 def output_of(directory: Path, rank: int) -> Path:
-    """Return the path of the file that receives the output of a rank."""
+    """Return the path of the file to which a rank writes its output."""
     return directory / (f"train.rank{rank}.log" if rank else OUTPUT)
 
 
@@ -163,7 +163,7 @@ class ClusterExecutor(ABC):
 
     @abstractmethod
     def _check(self, frozen: Frozen) -> None:
-        """Raise ConfigError for a job that this cluster cannot run."""
+        """Raise ConfigError if this cluster cannot run a job."""
 
     @abstractmethod
     def _submit(self, frozen: Frozen) -> Any:
@@ -256,7 +256,10 @@ class ClusterExecutor(ABC):
         return ends
 
     def _outcome(self, submitted: Submitted) -> Report | ExpError | None:
-        """Return the report or error of a job; None while the job runs or its ranks may still report."""
+        """Return the report or the error of a job.
+
+        The result is None while the job runs, and while its ranks may still report.
+        """
         frozen, has_ended = submitted.frozen, submitted.ended is not None
         report = find_report(frozen.directory)
         is_done = report is not None and report.status not in ("failed", "interrupted")
@@ -286,7 +289,13 @@ class ClusterExecutor(ABC):
         return submitted.since is not None and time.monotonic() > submitted.since + SETTLE_SECONDS
 
     def _error(self, submitted: Submitted, report: Report | None, failures: list[Failure]) -> ExpError | None:
-        """Return the error of a job that was not completed; None while its ranks may still report."""
+        """Return the error of a job that was not completed; None while its ranks may still report.
+
+        Args:
+            submitted: The job.
+            report: Content of report.json. None: the file does not exist.
+            failures: Messages of the ranks that failed.
+        """
         if report is None and not failures and self._signum is None and not self._is_late(submitted):
             return None
         directory, ranks = submitted.frozen.directory, range(submitted.frozen.placement.world_size)
@@ -303,7 +312,7 @@ class ClusterExecutor(ABC):
 
 
 def _first_cause(submitted: Submitted, failures: list[Failure]) -> ExpError:
-    """Return the error of the rank that ended first."""
+    """Return the error of the rank that ended first, because errors of other ranks follow from this error."""
     # A rank that was killed together with its task reports nothing. All reports then come from other ranks.
     if all(failure.kind == "peer" for failure in failures):
         reported = {failure.rank for failure in failures}

@@ -111,7 +111,11 @@ def launcher_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
 
 
 def _slurm_errors(settings: Mapping[str, Any]) -> Iterator[ErrorDetails]:
-    """Yield the errors of SLURM settings whose types are correct."""
+    """Yield the errors of unsupported SLURM settings.
+
+    Args:
+        settings: Settings with values of the correct types.
+    """
     cluster, missing = settings.get("cluster"), [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if cluster == "slurm" and missing:
         yield unsuitable(

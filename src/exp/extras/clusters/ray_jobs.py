@@ -126,7 +126,7 @@ class RayExecutor(ClusterExecutor):
             ) from error
 
     def _room(self) -> int:
-        """Return the number of jobs with one rank that fit into the cluster at the same time."""
+        """Return the number of jobs with one rank that can run on the cluster at the same time."""
         has, settings = self._ray.cluster_resources(), self._settings
         asked = {"CPU": 1 if settings["num_cpus"] is None else settings["num_cpus"], "GPU": settings["num_gpus"] or 0}
         return max(1, min((int(has.get(name, 0) // count) for name, count in asked.items() if count), default=1))

@@ -122,7 +122,12 @@ class SlurmExecutor(ClusterExecutor):
         return str(job.job_id)
 
     def _submitit(self, frozen: Frozen, folder: Path) -> Any:
-        """Return submitit's executor with the parameters of one job."""
+        """Return an executor of submitit, set up with the parameters of one job.
+
+        Args:
+            frozen: The job.
+            folder: Folder for the batch script and the output of submitit.
+        """
         import submitit
 
         placed, settings = frozen.placement, self._settings

@@ -1,10 +1,11 @@
-"""python -m exp.dashboard [directory]: TensorBoard for outputs/, a sweep or a run, only for this machine.
+"""python -m exp.dashboard [directory]: shows all runs, a sweep or a run in TensorBoard on this machine.
 
     python -m exp.dashboard                                   all runs below outputs/
     python -m exp.dashboard outputs/train/sweeps/2026-01-31/12-00-00 --page hparams
 
-Runs are named by their overrides, and the most important curves are pinned on top of the page. The command prints the
-address, opens it in a browser if there is a screen, and ends with Ctrl-C.
+Runs are named by their overrides, and the most important curves are pinned at the top of the page. By default, other
+machines cannot open the page. The command prints its address, opens it in a browser if there is a screen, and ends with
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_event_folders(directory: Path) -> list[Path]:
-    """Return the folders that contain TensorBoard events: the directory itself and the folders below it.
+    """Return the folders with TensorBoard events at and below a directory.
 
     Raises:
         DashboardError: No folder has events.
@@ -86,7 +87,12 @@ def find_event_folders(directory: Path) -> list[Path]:
 
 
 def page_for(directory: Path, *, runs: int) -> str:
-    """Return the page to open: "hparams" for a sweep with several runs, else "overview"."""
+    """Return the page to open: "hparams" for a sweep with several runs, else "overview".
+
+    Args:
+        directory: Directory of the dashboard.
+        runs: Number of runs in the directory.
+    """
     # A running sweep has no table yet, so its path is checked as well.
     is_one = runs > 1 and (directory.absolute().parent.parent.name == "sweeps" or is_sweep(directory))
     return "hparams" if is_one else "overview"
@@ -94,6 +100,11 @@ def page_for(directory: Path, *, runs: int) -> str:
 
 def serve(directory: Path, *, host: str, port: int | None) -> str:
     """Start TensorBoard in threads of this process, and return its address.
+
+    Args:
+        directory: Folder with the links to runs.
+        host: Address at which TensorBoard listens.
+        port: Port. 0: any free port. None: the first free port from 6006.
 
     Raises:
         DashboardError: The address or the port is not free.
@@ -121,7 +132,7 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
 def has_screen() -> bool:
     """Return whether this machine can show a browser window.
 
-    Without a screen, a text browser would occupy the terminal.
+    If there is no screen, the browser would be a text browser, which occupies the terminal.
     """
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 

@@ -1,4 +1,4 @@
-"""The first page of TensorBoard: Time Series with the most important curves pinned."""
+"""The first page of TensorBoard, on which the most important curves of a run are pinned."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_PINNED = 9
 
 
 class Overview(base_plugin.TBPlugin, ExperimentalPlugin):
-    """Plug-in that redirects a short address to the Time Series page with pinned curves.
+    """TensorBoard plug-in that redirects a short address to the page Time Series with pinned curves.
 
-    TensorBoard shows no tab for an experimental plug-in. The new address has the parameter `pinnedCards` of Time
-    Series (tensorboard 2.21; a test fails if the parameter changes).
+    TensorBoard shows no tab for an experimental plug-in. The address of Time Series gets the parameter `pinnedCards`
+    (tensorboard 2.21; a test fails if the parameter changes).
     """
 
     plugin_name = "exp"

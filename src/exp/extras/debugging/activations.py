@@ -1,4 +1,4 @@
-"""The hook `activations`: statistics of the output of each layer."""
+"""The hook `activations`: logs statistics of the output of each layer."""
 
 from __future__ import annotations
 
@@ -167,10 +167,10 @@ def figures(output: Tensor, module: nn.Module) -> Tensor:
 
 
 def merge_figures(parts: Sequence[Tensor]) -> Tensor:
-    """Return the statistics over all parts, computed from the statistics of each part (Chan, Golub and LeVeque 1979).
+    """Return the statistics of several parts together (Chan, Golub and LeVeque 1979).
 
     Args:
-        parts: Vectors `[5]`, as `figures` returns them.
+        parts: Statistics of each part: vectors `[5]`, as `figures` returns them.
 
     Returns:
         Vector `[5]`.

@@ -1,4 +1,4 @@
-"""Compares a precision with float32 on one batch, layer by layer: dtypes, errors, overflow, underflow."""
+"""Compares the layers of a network in a precision with those in float32, on one batch."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ class Record:
 class LayerComparison:
     """Differences between a layer in the chosen precision and the same layer in float32.
 
-    Errors are relative, in the 2-norm: |x - x32| / |x32|.
+    An error is the 2-norm of the difference from float32, relative to the 2-norm in float32: |x - x32| / |x32|.
 
     Attributes:
         name: Name of the layer in the network.
         kind: Name of the layer's class.
-        dtype: Name of the output's dtype, without `torch.`. For a layer in precision.keep, the dtype that is kept.
+        dtype: Name of the output's dtype, without `torch.`. If precision.keep contains the layer, the dtype in which it
+            is kept.
         output_error: Error of the output. It includes the errors of earlier layers.
         gradient_error: Error of the gradients of the parameters, or of the output if the layer has no parameters.
-        overflow: Number of values in output and gradient that are infinite or NaN although they are finite in float32.
-        underflow: Share of values in output and gradient that are nonzero in float32 and became 0 or subnormal, from 0
-            to 1.
+        overflow: Number of values in output and gradient that are infinite or NaN, although they are finite in float32.
+        underflow: Fraction, from 0 to 1, of the nonzero values in float32 that are 0 or subnormal in the precision. It
+            covers output and gradient.
     """
 
     name: str
@@ -135,10 +136,16 @@ def compare(reference: nn.Module, chosen: nn.Module, *, loss: Loss, precision: R
 
 
 def _backward(value: Tensor, network: nn.Module, precision: RunPrecision, found: Mapping[str, Record]) -> float:
-    """Run the backward pass, and return the largest loss scale at which all gradients are finite.
+    """Run the backward pass, and return the loss scale that it used.
 
-    The scale starts at the initial value and is halved until the gradients are finite. A training run finds this scale
-    by skipping steps.
+    The scale starts at the initial value of the loss scaler and is halved until all gradients are finite. A training
+    run finds the same scale by skipping steps.
+
+    Args:
+        value: Loss, 0-d.
+        network: The network.
+        precision: Precision with the initial loss scale.
+        found: Records of the layers. Gradients of failed attempts are removed from them.
     """
     scale = float(precision.scale(value.detach().new_ones(()))) if precision.is_scaled else 1.0
     while True:
@@ -187,7 +194,13 @@ def _overflow(value: Tensor, expected: Tensor) -> int:
 
 
 def _count_lost(value: Tensor, expected: Tensor, smallest: float) -> tuple[int, int]:
-    """Return the number of values that underflowed, and the number of all values that are nonzero in float32."""
+    """Return the number of values that underflowed, and the number of values that are nonzero in float32.
+
+    Args:
+        value: Values in the precision.
+        expected: Values in float32.
+        smallest: Smallest normal number of the precision. Smaller values count as underflow.
+    """
     if value.shape != expected.shape:
         return 0, 0
     counted = expected != 0
@@ -198,6 +211,10 @@ def record_outputs(network: nn.Module, records: dict[str, Record]) -> list[Remov
     """Register hooks that record the outputs of layers, and return the handles of the hooks.
 
     A layer is a module without children, or a module with parameters outside its children.
+
+    Args:
+        network: The network.
+        records: Mapping to which the hooks add a record for each layer, by name.
     """
     handles = []
     for name, module in network.named_modules():
@@ -248,7 +265,7 @@ def dropout_off(*networks: nn.Module) -> Iterator[None]:
 
 
 def _first(output: object) -> Tensor | None:
-    """Return the first floating-point tensor of an output."""
+    """Return the first floating-point tensor in an output; None if the output has no such tensor."""
     return next((tensor for tensor in tensors_in(output) if tensor.is_floating_point()), None)
 
 

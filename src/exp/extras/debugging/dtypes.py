@@ -53,7 +53,7 @@ class Dtypes(OnChosenSteps):
 
 
 class _Row:
-    """Row of the table: the distinct dtypes of one layer, in the order in which they occur."""
+    """Row of the table. It contains each dtype of one layer once, in the order in which the dtypes occur."""
 
     def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
         self.kind = kind

@@ -70,7 +70,7 @@ class ModuleCalls:
 
     @property
     def current(self) -> str:
-        """The name of the innermost open call."""
+        """The name of the module in the innermost open call, or `outside`."""
         return self.outside if self._open is None else self._open.name
 
     def maker(self, node: Node) -> str:
@@ -85,7 +85,7 @@ class ModuleCalls:
 
 
 def next_number() -> int:
-    """Return the number that the next autograd node of this thread gets."""
+    """Return the number of the next autograd node that this thread creates."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # private, see above
 
 

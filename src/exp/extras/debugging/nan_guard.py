@@ -120,11 +120,11 @@ class Finding(NamedTuple):
 
 
 def message(index: int, phase: str | None, findings: Sequence[Finding]) -> str:
-    """Return the error message for an optimizer step. The message names the first rank with a value that is not finite.
+    """Return the error message, which names the first rank with a value that is not finite.
 
     Args:
         index: Number of the optimizer step.
-        phase: Name of the phase; None without phases.
+        phase: Name of the phase. None: the run has no phases.
         findings: Findings of all ranks, by rank.
     """
     count = len(findings)

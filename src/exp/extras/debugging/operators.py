@@ -172,7 +172,7 @@ def table(calls: OperatorCalls) -> str:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Dispatch mode that passes the name, input tensors and output tensors of each operator call to `note`."""
+    """Dispatch mode that calls `note` with the name, input tensors and output tensors of each operator call."""
 
     def __init__(self, note: Callable[[str, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's, which has no types

@@ -138,7 +138,7 @@ class Profile(Hook):
         self.teardown()
 
     def teardown(self) -> None:
-        """Write the recorded steps if the run ends before the last step to record."""
+        """Write the recorded steps, if the run ends before the last step to record."""
         if not self._is_waiting:
             return
         recorded = len(self._recorded)

@@ -1,4 +1,4 @@
-"""Callback that saves the state of a run at a given position and ends the run."""
+"""Callback that saves the state of a run at a given position, and then ends the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs one forward and one backward, and finds the first module with a value that is not finite.
 
-Forward hooks inspect the outputs. In the backward, a hook on each node of the autograd graph inspects the gradients.
-Each node belongs to the module whose forward created the node. Backward hooks of modules would miss in-place
-operations, functions between layers, and the loss.
+Forward hooks inspect the outputs of modules. Hooks on the nodes of the autograd graph inspect the gradients in the
+backward. A node belongs to the module that created it in the forward. Backward hooks of modules are not used, because
+they would miss in-place operations, functions between layers, and the loss.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def named_modules(network: nn.Module, objective: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a step by name: first those of the network, then the objective and its terms.
+    """Return the modules of a step by name.
 
-    A term has the name `objective.<key of the config>`.
+    The modules of the network come first, followed by the objective and its terms. A term has the name
+    `objective.<config key of the term>`.
     """
     terms: Mapping[str, nn.Module] = getattr(objective, "terms", {"": objective})
     found: dict[str, nn.Module] = {**dict(network.named_modules()), OUTSIDE: objective}
@@ -95,7 +96,7 @@ class Tracer:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Register hooks that trace the next backward from `loss`."""
+        """Register hooks that trace the next backward pass from `loss`."""
         for node in nodes_of(loss):
             node.register_hook(partial(self._trace_backward, node.name(), self._calls.maker(node)))
 

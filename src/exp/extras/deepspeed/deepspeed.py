@@ -40,11 +40,11 @@ BUCKET = 200_000_000
 
 
 class DeepSpeed(Strategy):
-    """Strategy that trains the network in DeepSpeed's engine. A step gives the same result as with ddp.
+    """Strategy that trains the network in DeepSpeed's engine. A step gives the same result as with strategy=ddp.
 
     Args:
-        name: Name of the strategy.
-        stage: ZeRO stage. 1 divides the optimizer state over the ranks, and 2 also the gradients.
+        name: Name of the strategy. Default: deepspeed.
+        stage: ZeRO stage. 1 divides the optimizer state over the ranks. 2 also divides the gradients. Default: 2.
     """
 
     owns_step = True
@@ -191,7 +191,10 @@ class ZeroStrategy(ModelParallel):
         return super().optimizer_step(cast(Optimizer, EngineStep(self, optimizer)), closure, model)
 
     def _show_gradients(self) -> None:
-        """Set `grad` of each parameter to the whole, unclipped gradient of the step, so that hooks can read it."""
+        """Set `grad` of each parameter to the whole gradient of the step, so that hooks can read it.
+
+        The gradient is that before clipping.
+        """
         from deepspeed.utils import safe_get_full_grad
 
         for parameter in network_of(self).parameters():
@@ -275,7 +278,8 @@ class ZeroStrategy(ModelParallel):
     def _link_state(self) -> None:
         """Link the optimizer state of each parameter to the parameter.
 
-        DeepSpeed links only once, after the first step of the first group. At that time, other groups have no state.
+        DeepSpeed links the states only once, after the first step of the first group. At that time, other groups have
+        no state.
         """
         self.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -285,7 +289,7 @@ class ZeroStrategy(ModelParallel):
         return dict(module_of(self).named_parameters())
 
     def _members(self) -> list[list[str]]:
-        """Return a list of parameter names for each group of the optimizer."""
+        """Return the names of the parameters in each group of the optimizer."""
         return self._groups[0]
 
     def _flat(self) -> dict[str, Tensor]:
@@ -309,7 +313,7 @@ class EngineStep:
         """Run the closure and the step of the engine, and return the result of the closure.
 
         Args:
-            closure: Runs forward, backward, and the hooks that read gradients.
+            closure: Function that runs forward, backward, and the hooks that read gradients.
         """
         output = closure()
         self._strategy.hide_gradients()

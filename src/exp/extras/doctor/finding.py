@@ -1,4 +1,4 @@
-"""One finding of `python -m exp.doctor`, which is printed as one line."""
+"""A finding of `python -m exp.doctor`, which is printed as one line."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Finding:
     fix: str = ""
 
     def text(self) -> str:
-        """Return the finding as text, with the fix on a second line."""
+        """Return the finding as text. A fix is printed on a second line."""
         first = f"{self.state:<5}  {self.part:<16}  {self.found}"
         return f"{first}\n{'':<23}  -> {self.fix}" if self.fix else first

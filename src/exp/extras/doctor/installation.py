@@ -1,4 +1,4 @@
-"""Checks the installed packages against the versions that exp declares, without importing them."""
+"""Checks the versions of the installed packages without importing the packages."""
 
 from __future__ import annotations
 

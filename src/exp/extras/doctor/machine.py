@@ -1,4 +1,4 @@
-"""Checks disks and shared memory, and lists NVIDIA's GPUs, without torch."""
+"""Checks disks and shared memory, and lists NVIDIA's GPUs. The module does not import torch."""
 
 from __future__ import annotations
 

@@ -272,5 +272,9 @@ def following(largest: int, too_large: int | None, *, most: int | None) -> int |
 
 
 def step_of(size: int) -> int:
-    """Return the distance between two sizes, in samples, at which the search ends."""
+    """Return the distance in samples at which the search ends.
+
+    Args:
+        size: Largest size that is known to fit.
+    """
     return max(1, int(WITHIN * size))

@@ -96,7 +96,12 @@ def plan_errors(decided: Plan) -> Iterator[ErrorDetails]:
 
 
 def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Return the printed summary of the test. The last line is a command that uses the suggested rate.
+    """Return the printed summary of the test. Its last line is a command that uses the suggested rate.
+
+    Args:
+        directory: Run directory of the test.
+        optimizer: The node `optimizer` of the config.
+        overrides: Overrides of the command line.
 
     Raises:
         RunError: The test suggests no rate.

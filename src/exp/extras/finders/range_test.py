@@ -149,7 +149,10 @@ class RangeTest(Callback):
 
 
 def rising_rates(lowest: float, highest: float, steps: int) -> list[float]:
-    """Return the learning rate of each step, from the lowest to the highest, with a constant factor between steps."""
+    """Return the learning rate of each step.
+
+    The rates increase from the lowest to the highest by a constant factor.
+    """
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 
@@ -180,7 +183,10 @@ def suggestion(rates: Sequence[float], losses: Sequence[float]) -> float | None:
 
 
 def steps_before_divergence(losses: Sequence[float]) -> int:
-    """Return the number of steps before the first loss that is not finite or far above the first losses."""
+    """Return the number of steps before the loss diverges.
+
+    A loss diverges if it is not finite or far above the first losses; see DEVIATIONS.
+    """
     first = np.array(losses[: _count_of_first(losses)])
     if len(first) < 2 or not np.isfinite(first).all():
         return next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))

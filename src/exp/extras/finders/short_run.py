@@ -50,7 +50,7 @@ LEFT_OUT_OF_TRAINER = ("min_epochs", "min_steps")
 
 
 class Unfinished(Interrupted):
-    """Error of a short run that a signal ended."""
+    """Error of a short run that was ended by a signal."""
 
     def __str__(self) -> str:
         return f"interrupted by signal {self.signum}; an incomplete test has no result and saves no state"
@@ -204,11 +204,11 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def run(config: DictConfig, *, fit: Callable[[DictConfig], Report]) -> Report:
-    """Return the report of a short run.
+    """Run a short run, and return its report.
 
     Args:
         config: Config of the short run.
-        fit: Function that runs the config.
+        fit: Function that runs a config and returns the report.
 
     Raises:
         Unfinished: A signal ended the run.

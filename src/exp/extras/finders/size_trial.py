@@ -1,4 +1,4 @@
-"""Measures memory and speed of a batch size, as a callback for a few steps of a run."""
+"""Measures memory and speed of a batch size, with a callback in a run of a few steps."""
 
 from __future__ import annotations
 

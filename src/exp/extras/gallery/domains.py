@@ -1,4 +1,7 @@
-"""Domain adaptation on handwritten digits: a labeled source domain, and a changed target domain without labels."""
+"""Data set for domain adaptation on handwritten digits.
+
+The digits of the source domain have labels. The digits of the target domain are changed and have no labels.
+"""
 
 from __future__ import annotations
 

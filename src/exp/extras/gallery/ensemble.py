@@ -1,4 +1,4 @@
-"""Runs several networks with the same structure at once, with stacked parameters and torch.func.vmap.
+"""Runs several networks with the same structure at once, by torch.func.vmap over stacked parameters.
 
 https://docs.pytorch.org/tutorials/intermediate/ensembling.html
 """

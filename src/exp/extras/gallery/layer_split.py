@@ -37,13 +37,13 @@ MEETS = frozenset({"retained_graph"})
 class LayerSplit(Strategy):
     """Strategy for a network that is too large for one device, as in PyTorch's model-parallel tutorial.
 
-    The layers are split over several devices of one process. One part computes at a time, so this saves memory but no
-    time. The strategy `pipeline` computes all parts at the same time.
+    The layers are split over several devices of one process. Only one device computes at a time, so the strategy saves
+    memory but no time. With the strategy `pipeline`, all devices compute at the same time.
 
     Args:
         name: Name of the strategy. Default: layer_split.
-        layers: Name patterns of the layers of each device, in the order of the forward. None splits the network into
-            parts with similar parameter bytes. Default: None.
+        layers: Name patterns of the layers of each device, in the order of the forward. None: the parts of the network
+            have similar parameter bytes. Default: None.
     """
 
     splits_batch = False
@@ -60,7 +60,7 @@ class LayerSplit(Strategy):
         return Demand(rest="layers", cpu_devices=CPU_RANKS if self.layers is None else len(self.layers))
 
     def errors(self, planned: Blueprint) -> Sequence[ErrorDetails]:
-        """Return the errors of a split that does not match the network or the devices."""
+        """Return the errors of a split that does not match the network or the number of devices."""
         placement, count, layers = planned.placement, planned.placement.layers, self.layers
         if placement.world_size > 1:
             return [invalid_value("launch.nodes", placement.nodes, f"1: {self.name} is one process")]

@@ -1,11 +1,13 @@
-"""Distributed data parallel with a ring all-reduce of the gradients that logs the bytes it sends.
+"""Distributed data parallel that averages gradients by a ring all-reduce, and logs the number of sent bytes.
 
 The module shows how an all-reduce works. The all-reduce of the backend is faster.
 
-A bucket of gradients is cut into one piece for each of n ranks. In each of n - 1 turns, a rank sends a piece to the
-next rank, and adds the piece that it receives. After these turns, each rank has one piece of the sum. In n - 1 more
-turns, these pieces are passed around the ring. A rank sends 2 (n - 1) / n of the bytes of a bucket, which is less than
-twice the bucket for any n (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+A bucket of gradients is cut into n pieces, one for each of n ranks. The algorithm has two rounds of n - 1 turns. In a
+turn of the first round, a rank sends a piece to the next rank, and adds the piece that it receives. After this round,
+each rank has one piece of the sum. In the second round, these pieces are passed around the ring.
+
+A rank sends 2 (n - 1) / n of the bytes of a bucket. This is less than twice the bucket for any n (Patarasuk and Yuan
+2009, doi:10.1016/j.jpdc.2008.09.002).
 """
 
 # No postponed annotations, because DistributedDataParallel compares the annotations of a hook with classes.
@@ -89,7 +91,7 @@ class Ring:
 
         Args:
             buffer: The bucket `[N]`.
-            is_last: Whether the bucket is the last of the step.
+            is_last: Whether the bucket is the last one of the backward pass.
         """
         self.sent_bytes += all_reduce(buffer)
         buffer.div_(dist.get_world_size())
@@ -119,7 +121,12 @@ def all_reduce(buffer: Tensor) -> int:
 
 
 def _exchange(piece: Tensor, received: Tensor) -> int:
-    """Send a piece to the next rank, fill `received` from the previous rank, and return the number of bytes sent."""
+    """Send a piece to the next rank, receive another, and return the number of bytes sent.
+
+    Args:
+        piece: The piece to send.
+        received: Tensor that is filled with the piece from the previous rank.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # A bucket with fewer numbers than ranks has empty pieces, which are not sent.
     messages = [dist.P2POp(dist.isend, piece, (rank + 1) % ranks)] if piece.numel() else []

@@ -1,5 +1,6 @@
-"""Tensor-like type for a multiple of the identity matrix, stored as one number, with `__torch_function__`.
+"""Tensor-like type for a multiple of the identity matrix, which implements `__torch_function__`.
 
+The matrix is stored as one number.
 https://docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-with-a-tensor-like-type
 """
 
@@ -78,11 +79,11 @@ FUNCTIONS: dict[object, Callable[..., object]] = {
 
 
 class ScalarMatrix(nn.Module):
-    """Linear layer that multiplies all features by one trained number, with a ScalarTensor as its matrix.
+    """Linear layer that multiplies all features by one trained number. Its matrix is a ScalarTensor.
 
     Args:
         size: Number of features N, the size of the last axis.
-        initialisation: Scheme of models/initialisation.py that initializes the number.
+        initialisation: Scheme of exp.models.initialisation that initializes the number. Default: ones.
     """
 
     def __init__(self, *, size: Annotated[int, Ge(1)], initialisation: Scheme = "ones") -> None:

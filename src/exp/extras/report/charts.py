@@ -68,8 +68,8 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
     """Return the pictures of a comparison, one for each tag.
 
     Args:
-        comparison: The runs.
-        tags: Tags that are drawn first.
+        comparison: The compared runs.
+        tags: Tags that are drawn first, followed by losses and validation metrics.
 
     Returns:
         The pictures, and notes about omitted pictures and warnings, one line each.
@@ -189,7 +189,7 @@ def _draw_group(
 
 
 def _label(comparison: Comparison, group: Repeats) -> str:
-    """Return the label of a group: its swept values, or the name of the run if no key differs."""
+    """Return the label of a group: its swept values, or the name of its run if no key differs between runs."""
     swept = comparison.label(group.swept)
     return _short(swept or ("all" if comparison.repeat_over else group.rows[0].name))
 

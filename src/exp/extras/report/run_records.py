@@ -91,7 +91,7 @@ class RunRecord:
 
 
 def text_of(value: object) -> str:
-    """Return a value as text in YAML. 1 and 1.0 give different texts, and 1e-4 and 0.0001 the same text."""
+    """Return a value as text in YAML. The texts of 1 and 1.0 differ, but those of 1e-4 and 0.0001 are equal."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -269,7 +269,10 @@ def _parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _number_or_text(value: str) -> str:
-    """Return a number in a uniform spelling, and other text unchanged. 1e-4 and 0.0001 give the same text."""
+    """Return the text of a number in a uniform spelling, and other text unchanged.
+
+    The numbers 1e-4 and 0.0001 get the same text.
+    """
     try:
         return text_of(int(value) if value.lstrip("+-").isdecimal() else float(value))
     except ValueError:
@@ -293,6 +296,6 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _natural_order(path: Path) -> list[tuple[int, int, str]]:
-    """Return a sort key for paths that compares the numbers in names by value, so that 9 comes before 10."""
+    """Return a sort key for paths. Numbers in names are compared by value, so that 9 comes before 10."""
     parts = re.split(r"(\d+)", str(path))
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""The hook `gradient_reversal`: reverses the gradient at modules."""
+"""The hook `gradient_reversal`: reverses the gradient at chosen modules."""
 
 from __future__ import annotations
 

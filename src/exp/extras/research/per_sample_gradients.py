@@ -69,7 +69,10 @@ class PerSampleGradients(Hook):
         self._noise = NoiseScale(smoothing=smoothing)
 
     def errors(self, planned: Blueprint) -> Iterable[ErrorDetails]:
-        """Yield an error for each setting that makes gradients of single samples impossible."""
+        """Yield the errors of the base class, and an error for each unsupported setting.
+
+        A setting is not supported if it makes gradients of single samples impossible.
+        """
         yield from super().errors(planned)
         for key, got, expected in self._reasons(planned):
             yield self.error(key=key, got=f"{got} with hooks.{self.name}", expected=expected, fix=self.leave_out)

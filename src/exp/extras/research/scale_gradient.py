@@ -1,4 +1,4 @@
-"""The hook `scale_gradient`: multiplies the gradient at modules by a factor."""
+"""The hook `scale_gradient`: multiplies the gradient at chosen modules by a factor."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ the module object. It uses `functools.wraps`, so that Lightning still detects wh
     on_save_checkpoint            raises an error for objects that are not plain values, and for non-finite numbers
 
 The adapter uses two private names of Lightning (2.6.6), which tests check. `_on_before_batch_transfer` is called for
-each batch before other methods of the module. `_log_hyperparams` makes a module log its hyperparameters.
+each batch before other methods of the module. The attribute `_log_hyperparams` decides whether Lightning logs the
+hyperparameters of a module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Callback that restores the state of a resumed run after start hooks, which a resume calls again.
+"""Callback that restores the state of a resumed run after the start hooks have been called again.
 
-A resumed run calls on_train_start again, and within an epoch also on_train_epoch_start. The uninterrupted run called
-them once, before the checkpoint was saved. Therefore a repeated start hook must not change the loaded state.
+The start hooks are on_train_start and on_train_epoch_start. An uninterrupted run calls each start hook once, before the
+checkpoint is saved. A resumed run calls on_train_start again, and on_train_epoch_start if it resumes within an epoch.
+These repeated calls must not change the loaded state.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ START_HOOKS = ("on_train_start", "on_train_epoch_start")
 class StartHooks(Callback):
     """Callback that restores weights, optimizers, schedules and callbacks after the start hooks of a resumed run.
 
-    It restores them after on_train_start of the other callbacks. Within an epoch, it restores them again after
-    on_train_epoch_start. It must precede the user's callbacks in the Trainer's list.
+    The state is restored after on_train_start of all callbacks. If the run resumes within an epoch, the state is
+    restored again after on_train_epoch_start. This callback must precede the user's callbacks in the Trainer's list.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class StartHooks(Callback):
             self._resumed = Position.of(checkpoint[POSITION])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning loads a checkpoint into schedules after this hook.
+        # The lengths are read now, because Lightning loads a checkpoint into the schedules after this hook.
         self._lengths = [(one, lengths_of(one)) for one in _schedules(trainer)]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,7 +91,7 @@ def _schedules(trainer: Trainer) -> Iterator[LRScheduler]:
 
 
 def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
-    """Yield the callbacks, and the module, that override at least one of the hooks. Classes of exp are excluded."""
+    """Yield each callback of users, and the user's module, if it overrides at least one of the hooks."""
     owners: list[tuple[object, type]] = [(callback, Callback) for callback in trainer.callbacks]
     for owner, base in [*owners, (trainer.lightning_module, LightningModule)]:
         if not is_own(owner) and any(find_override(owner, base, hook) for hook in hooks):
@@ -98,7 +99,7 @@ def _others(trainer: RunTrainer, hooks: tuple[str, ...]) -> Iterator[object]:
 
 
 def _hold_state(trainer: RunTrainer) -> Callable[[], None]:
-    """Copy the state that a checkpoint would contain, and return a function that restores the copy."""
+    """Copy the state that a checkpoint contains, and return a function that loads the copy."""
     held: list[tuple[Callable[[Any], object], State]] = []
 
     def hold(load: Callable[[Any], object], state: State) -> None:

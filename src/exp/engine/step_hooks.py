@@ -1,6 +1,6 @@
 """Observer that calls the hooks of a run during steps and evaluations.
 
-A step has four phases, in which hooks return values. StepRecord collects the values until the step ends:
+Hooks return values at four points of a step. StepRecord collects the values until the step ends:
 
 forward     after_forward: after each micro-batch; the values of the last micro-batch are kept
 backward    after_backward: the gradients are unscaled and not clipped
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 # First parts of the tags that the engine itself writes.
 ENGINE, ENGINE_TAGS = "the engine", ("loss", "optimizer", "precision")
 Found = dict[str, Tensor | float | Panel]
-# Maps each tag to the hook and the place that log it, or to the engine.
+# Maps each tag to a text that names the hook and the method that log the tag, or the engine.
 Owners = dict[str, str]
 
 
 class Due:
-    """Hooks that are due in a step, listed by the methods that they override.
+    """Hooks that are due in a step, in one list for each method.
 
     Args:
-        hooks: Due hooks, with the names of the methods that do nothing in this step.
+        hooks: Due hooks. The value of each hook contains the names of methods that do nothing in this step.
     """
 
     def __init__(self, hooks: Mapping[Hook, frozenset[str]]) -> None:
@@ -74,15 +74,15 @@ class StepRecord:
     Attributes:
         index: Number of the optimizer step, counted from 1.
         due: Hooks that are due.
-        size: Number of samples in the step's global batches so far.
+        size: Number of samples in the global batches of the step so far.
         batch_idx: Number of the last micro-batch in the epoch.
         data: Data of the last micro-batch.
         weight: Weight of the last micro-batch's loss.
-        batches: Micro-batches with their numbers; empty if no hook needs them.
-        losses: Losses of the micro-batches; empty if no hook needs them.
+        batches: Micro-batches with their numbers in the epoch; empty if no due hook needs the micro-batches.
+        losses: Losses of the micro-batches; empty if no due hook needs the losses.
         found: Values of hooks by tag.
         is_stepped: True if an optimizer is stepping or has stepped.
-        is_clipping: True if hooks must be called after clipping.
+        is_clipping: True if the hooks with `after_clipping` still have to be called in this step.
         seen: Step object that hooks receive; None until a hook needs it.
     """
 
@@ -101,9 +101,10 @@ class StepRecord:
 
 
 class StepHooks(StepObserver):
-    """Observer that calls the hooks.
+    """Observer that calls the hooks of a run.
 
-    Recording calls the methods for batches and steps. The module calls the methods for the events within a step.
+    The callback Recording reports the start and the end of batches and steps. The module reports the events within a
+    step.
 
     Args:
         hooks: Hooks by name.
@@ -126,7 +127,7 @@ class StepHooks(StepObserver):
         self._pausing = _hooks_with(self._all, "pause")
         self._evaluating = _hooks_with(self._all, "evaluated")
         self._finishing = _hooks_with(self._all, "after_evaluation")
-        # Cache with one Due object for each combination of due hooks.
+        # Cache of Due objects, one for each combination of due hooks.
         self._kinds: dict[tuple[frozenset[str] | None, ...], Due] = {}
         self._samples = 0
         self._total_steps: int | None = None
@@ -140,7 +141,7 @@ class StepHooks(StepObserver):
     # --- the run ---
 
     def attach(self, trainer: Trainer, module: TrainingModule | OwnModule) -> None:
-        """Attach the hooks. Outside of fit, only the hooks that act in evaluations are attached."""
+        """Attach the hooks to the network. Outside of fit, attach only hooks that observe evaluations."""
         self._trainer, self._module = cast(RunTrainer, trainer), module
         self._end_step()
         self.turn, self._same = WHOLE_STEP, {}
@@ -208,14 +209,14 @@ class StepHooks(StepObserver):
     def before_update(self, optimizer: Optimizer) -> None:
         """Call before_update of the due hooks.
 
-        In contrast to other methods, it is called in every pass over the micro-batches.
+        With phases, this method is called in every pass over the micro-batches, also in passes that are not recorded.
         """
         record = self.record
         if record is None or not record.due.before_update:
             return
         step = self._step_of(record)
         losses = [*record.losses, *self._last_loss()]
-        assert isinstance(self._module, TrainingModule)  # the check allows no other module for such a hook
+        assert isinstance(self._module, TrainingModule)  # the check rejects such a hook for other modules
         precision = self._trainer.precision_plugin
         window = Window(batches=tuple(record.batches), epoch=step.epoch, phase=self.turn.phase, turn=self.turn.places)
         update = Update(
@@ -229,7 +230,7 @@ class StepHooks(StepObserver):
             hook.before_update(step, update)
 
     def before_step(self) -> Found:
-        """Call after_backward of the due hooks on unscaled gradients. Return the values of the step so far."""
+        """Call after_backward of the due hooks on unscaled gradients. Return the dict with the values of the step."""
         record = self.record
         assert record is not None
         record.is_stepped, record.is_clipping = True, bool(record.due.after_clipping)
@@ -242,7 +243,8 @@ class StepHooks(StepObserver):
         """End a micro-batch. Return the record if the step has ended; None otherwise.
 
         Args:
-            ends_step: Whether the step ends with this micro-batch. If false, the step ends if an optimizer has stepped.
+            ends_step: Whether the step ends with this micro-batch in any case. If false, the step ends only if an
+                optimizer has made a step. Default: False.
         """
         record = self.record
         assert record is not None
@@ -263,7 +265,7 @@ class StepHooks(StepObserver):
 
     @contextmanager
     def around_forward(self, data: object) -> Iterator[None]:
-        # Phases run several forwards in a step. So do optimizers that call their closure several times.
+        # A step may have several forwards: with phases, or with an optimizer that calls its closure several times.
         record = self.record
         assert record is not None
         record.data = data
@@ -309,7 +311,7 @@ class StepHooks(StepObserver):
                 hook.passed(boundary, step)
 
     def _call(self, hooks: Sequence[Hook], method: str, *arguments: object) -> None:
-        """Call a method of hooks and record the returned values.
+        """Call a method of several hooks and record the returned values.
 
         With phases, the phase's name is appended to the tags.
         """
@@ -341,7 +343,7 @@ class StepHooks(StepObserver):
                 index=record.index,
                 epoch=self._trainer.current_epoch,
                 accumulated=self._trainer.accumulate_grad_batches,
-                # Read in each step, because callbacks may replace optimizers and settings.
+                # These fields are read in each step, because callbacks may replace optimizers and settings.
                 optimizers=each_optimizer(self._trainer.optimizers),
                 clips=bool(self._trainer.gradient_clip_val),
                 **(self._same or self._same_for_all_steps()),
@@ -358,7 +360,7 @@ class StepHooks(StepObserver):
         step.data, step.weight, step.batches = record.data, record.weight, record.batches
 
     def _same_for_all_steps(self) -> dict[str, Any]:
-        # Cached, because Lightning's properties are chains of lookups.
+        # These fields are cached, because reading Lightning's properties takes time in every step.
         trainer, module = self._trainer, self._module
         self._same = {
             "network": module.network,
@@ -404,18 +406,19 @@ def _hooks_with(hooks: Sequence[Hook], method: str) -> list[Hook]:
 def values_of(
     hook: Hook, method: str, arguments: tuple[object, ...], *, owners: Owners, place: str, ending: str = ""
 ) -> Values:
-    """Call a method of a hook and return the values by tag.
+    """Call a method of a hook, and return the values that the hook logs, by tag.
 
     Args:
         hook: The hook.
         method: Name of the method.
         arguments: Arguments of the method.
-        owners: Owner of each tag. New tags are added to this dict.
-        place: The method, and the stage of an evaluation. A tag logged in two places would have two points at one step.
+        owners: Text that names the hook and the place of each tag. New tags are added to this dict.
+        place: Name of the method, with the stage of an evaluation. Each tag may be logged at only one place, because
+            two places would log two values at one step.
         ending: Text appended to each tag. Default: empty.
 
     Raises:
-        RunError: The method did not return a mapping, or a tag has another owner or place.
+        RunError: The method did not return a mapping, or another hook or place already logs a tag.
     """
     try:
         found: Values | None = getattr(hook, method)(*arguments)

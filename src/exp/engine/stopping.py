@@ -1,4 +1,4 @@
-"""Callbacks that end a run: at max_steps, at max_time and after signals, and a process that hangs."""
+"""Callbacks that end a run at max_steps, at max_time, after a signal, or if a step hangs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from exp.shared_types import Batch
 from exp.signals import SignalFlag
 
 STATE = "exp_seconds"
-# Seconds between two collective calls in which the ranks agree on signals and limits.
+# Approximate time in seconds between two collectives in which the ranks agree on signals and limits.
 AGREE_SECONDS = 1.0
-# The timer is a thread of faulthandler. Starting a new timer for each batch would take 50 us per batch.
+# Shortest time in seconds between two starts of faulthandler's timer thread. A start takes 50 us, too long for each
+# batch.
 SECONDS_BETWEEN_TIMERS = 1.0
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,13 @@ class Stopping(Callback):
     """Callback that ends fit at a limit, and any stage after a signal. All ranks stop at the same batch.
 
     At a limit, the run ends in the same way as after its last epoch: with the validation, the end of the epoch and a
-    checkpoint. After a signal, the state is saved and Interrupted is raised. A validation that is due is not run,
-    because it may take long. This callback must follow Checkpointing, and precede the user's callbacks.
+    checkpoint. After a signal, the callback saves the state and raises Interrupted. It does not run a validation that
+    is due, because a validation may take a long time. In the Trainer's list, this callback must follow Checkpointing
+    and precede the user's callbacks.
 
     Args:
         limits: Limits of the run. Default: no limits.
-        checkpointing: Callback that saves the state after a signal. None saves nothing. Default: None.
+        checkpointing: Callback that saves the state after a signal. None: the state is not saved. Default: None.
     """
 
     def __init__(self, *, limits: Limits | None = None, checkpointing: Checkpointing | None = None) -> None:
@@ -52,7 +54,7 @@ class Stopping(Callback):
         self._started: float | None = None
         self._countdown = self._interval = 1
         self._last_agreed = 0.0
-        # Reason why the training ended; None while it runs.
+        # Reason why the training ended; None while the training runs.
         self.ended_by: str | None = None
 
     # --- a limit ---
@@ -90,7 +92,7 @@ class Stopping(Callback):
             trainer.should_stop = True
 
     def reason(self, trainer: Trainer) -> str:
-        """Return why the training ended: a limit, or a callback with its settings."""
+        """Return the reason why the training ended: a limit, or a callback with its settings."""
         if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
             return end_by_epochs(trainer.max_epochs)
         limits = self.limits
@@ -120,7 +122,7 @@ class Stopping(Callback):
         self._start_batch(trainer, batch_idx)
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """End the run if a signal was received, at the first of the batches of an optimizer step."""
+        """End the run if a signal was received and the batch is the first one of an optimizer step."""
         if trainer.world_size == 1:
             self._agreed = self._signals.received or 0
         if self._agreed and batch_idx % trainer.accumulate_grad_batches == 0:
@@ -128,7 +130,7 @@ class Stopping(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._seconds_before = None, self.seconds
-        # Callbacks such as EarlyStopping have already set their reasons.
+        # The reason is read now, because callbacks such as EarlyStopping have already set their messages.
         self.ended_by = self.reason(trainer)
         self._countdown = 1
         self._look(trainer)
@@ -162,14 +164,14 @@ class Stopping(Callback):
         self.on_test_batch_end(trainer)
 
     def _begin(self) -> None:
-        # Not in setup, because Lightning installs its signal handlers just before this call.
+        # Handlers are installed now and not in setup, because Lightning has just installed its signal handlers.
         self._signals.install()
         self._agreed = 0
         self._countdown = self._interval = 1
         self._last_agreed = time.monotonic()
 
     def _look(self, trainer: Trainer) -> None:
-        """Check for a signal on any rank, and for time limits by the clock of rank 0."""
+        """Check whether any rank received a signal, and whether a time limit has passed on rank 0."""
         received, seconds, checkpointing = self._signals.received or 0, self.limits.max_seconds, self.checkpointing
         if trainer.world_size > 1:
             self._countdown -= 1
@@ -186,14 +188,14 @@ class Stopping(Callback):
             trainer.should_stop = True
 
     def _agree(self, trainer: Trainer, received: int, is_over: bool, is_late: bool) -> tuple[int, bool, bool]:
-        """Return the largest signal number of all ranks, and the flags of rank 0.
+        """Return the largest signal number that a rank received, and the values of `is_over` and `is_late` on rank 0.
 
         Only rank 0 decides on time limits, because the clocks of ranks differ.
         """
         now = time.monotonic()
         fitting = max(1, int(self._interval * AGREE_SECONDS / max(now - self._last_agreed, 1e-6)))
         of_first = [int(trainer.is_global_zero and one) for one in (is_over, is_late)]
-        # Intervals are negated, so that the maximum over ranks gives the shortest interval.
+        # The interval is negated, so that the maximum over ranks is the shortest interval.
         mine = [received, -min(fitting, 2 * self._interval), *of_first]
         agreed = trainer.strategy.reduce(torch.tensor(mine, device=trainer.strategy.root_device), reduce_op="max")
         signum, interval, over, late = agreed.tolist()
@@ -209,7 +211,7 @@ class Stopping(Callback):
             saved = str(self.checkpointing.last_path)
         raise Interrupted(signum=self._agreed, checkpoint=saved)
 
-    # --- the end, before Lightning restores the handlers from before its own ---
+    # --- the end, before Lightning restores the first handlers ---
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._signals.restore()
@@ -242,16 +244,16 @@ def end_by_steps(limit: int | None) -> str:
 
 
 class StepWatch(Callback):
-    """Callback that ends the process of a run in which a batch of training, test or prediction takes too long.
+    """Callback that ends the process of a run if a batch of training, test or prediction takes too long.
 
-    Before, it writes the stack of each thread.
+    Before the process ends, the stacks of all threads are written to a file.
 
-    The measured time is between the ends of two batches. It includes loading, saving and the first compilation. The end
-    of a validation batch restarts the timer, too. faulthandler's timer runs without Python. It therefore also ends a
-    process in which code blocks the interpreter lock.
+    The callback measures the time between the ends of two batches. This time includes loading, saving and the first
+    compilation. The end of a validation batch also restarts the measurement. faulthandler's timer does not need the
+    interpreter lock, so it ends the process even if other code blocks the lock.
 
     Args:
-        seconds: Limit in seconds.
+        seconds: Longest time of a batch in seconds.
         path: File to which the stacks of all threads are appended.
     """
 

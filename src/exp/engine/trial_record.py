@@ -1,7 +1,7 @@
 """Record of a search: an Optuna study in the sweep directory, which Optuna's tools can read.
 
-The sweep writes proposals and their results. A job reports its values and asks the pruner whether it is pruned. This
-module does not import torch.
+The sweep writes the proposed trials and their results. A job reports its monitored values, and the pruner decides
+whether the job is pruned. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 JOURNAL = "sweep.journal"
 STUDY = "sweep"
-# Attribute of a trial with the step at which the trial was pruned.
+# Name of the trial attribute with the validation at which the trial was pruned.
 PRUNED_AT = "pruned_at"
-# The last line of the journal must begin within this number of bytes before its end.
+# Largest length in bytes of an incomplete last line of the journal.
 MOST_OF_LINE = 2**20
 
 
 def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
-    """Return Optuna's pruner. Asynchronous successive halving and hyperband keep a third of the trials at each rung.
+    """Return Optuna's pruner with a name. The pruners `asha` and `hyperband` keep a third of the trials at each rung.
 
     Args:
         name: Name of the pruner.
@@ -40,7 +40,7 @@ def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
     from optuna import pruners
 
     if name == "median":
-        # Optuna counts steps from 0 and exp from 1, so that 2 means: no pruning at the first report.
+        # Optuna counts steps from 0 and exp from 1, so 2 warmup steps disable pruning only at the first report.
         return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
     if name == "asha":
         return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
@@ -51,7 +51,7 @@ def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
 
 
 class _JournalLock:
-    """Lock of the journal by the operating system. Unlike Optuna's locks, it is released when its process ends.
+    """Lock of the journal that the operating system releases when the process ends, unlike Optuna's locks.
 
     Optuna 5.0 calls the methods acquire and release.
     """
@@ -61,7 +61,7 @@ class _JournalLock:
         self._file: BinaryIO | None = None
 
     def acquire(self) -> bool:
-        """Wait for the lock. Then remove an incomplete last line, which a killed process may have left."""
+        """Wait for the lock, then remove an incomplete last line, which a killed process may have written."""
         self._file = self._path.open("rb+")
         lock(self._file)
         size = self._file.seek(0, os.SEEK_END)
@@ -76,7 +76,7 @@ class _JournalLock:
 
 
 def open_journal(directory: Path) -> BaseStorage:
-    """Return the journal with the trials of a sweep. The file is created if it does not exist."""
+    """Return Optuna's storage of the journal of a sweep. Create the file if it does not exist."""
     from optuna import storages
     from optuna.storages.journal import JournalFileBackend
 
@@ -129,12 +129,12 @@ class TrialOfJob:
         self.pruned_at: int | None = before.user_attrs.get(PRUNED_AT)
 
     def report(self, value: float, *, step: int) -> bool:
-        """Report a value, and return whether the trial is pruned.
+        """Report a monitored value, and return whether the trial is pruned.
 
         Args:
             value: Monitored value.
-            step: Number of the validation, counted from 1. If this step was already reported before a resume, the old
-                value is kept.
+            step: Number of the validation, counted from 1. If the job reported this step before it was resumed, the
+                earlier value is kept.
         """
         if self.pruned_at is not None:
             return step >= self.pruned_at
@@ -150,7 +150,7 @@ class TrialOfJob:
 
 
 def optuna_package() -> Any:
-    """Return the package Optuna, without its log messages about trials and its warnings about experimental features."""
+    """Import Optuna. Disable its log messages about trials and its warnings about experimental features."""
     try:
         import optuna
     except ImportError as error:

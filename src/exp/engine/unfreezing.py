@@ -1,8 +1,9 @@
-"""Callback that freezes and unfreezes parameters by epoch, as `freeze.unfreeze` in the config specifies.
+"""Callback that freezes and unfreezes parameters at the epochs in the config key `freeze.unfreeze`.
 
-The trained parameters depend only on the epoch, so that a resumed run trains the same parameters. The optimizer has all
-parameters from the start, and stays the same in every epoch. torch skips parameters without a gradient, including their
-weight decay and momentum. Lightning's BackboneFinetuning instead adds parameter groups to the optimizer.
+The trained parameters depend only on the epoch, so a resumed run trains the same parameters. The optimizer has all
+parameters from the start. For parameters without a gradient, torch skips the update, including weight decay and
+momentum. In contrast, Lightning's BackboneFinetuning adds parameter groups to the optimizer when it unfreezes
+parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Unfreezing(Callback):
-    """Callback that selects the trained parameters at the start of each epoch. Frozen norm layers stay in eval mode.
+    """Callback that freezes and unfreezes parameters at the start of each epoch. Frozen norm layers stay in eval mode.
 
     Args:
-        freezing: Trained parameters by epoch.
+        freezing: Rules that determine the trained parameters of each epoch.
     """
 
     def __init__(self, freezing: Freezing) -> None:
@@ -34,7 +35,7 @@ class Unfreezing(Callback):
         self._learning: frozenset[str] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Set to train mode, because Lightning warns about modules in eval mode at this point.
+        # Norm layers are temporarily in train mode, because Lightning warns about modules in eval mode after this hook.
         for norm in held_norms(pl_module):
             norm.training = True
 
@@ -64,7 +65,7 @@ class Unfreezing(Callback):
 
 
 def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetails]:
-    """Return an error if no parameter is trained in the first epoch; an empty list otherwise."""
+    """Return a list with an error if no parameter is trained in the first epoch; an empty list otherwise."""
     if not freezing.changes or freezing.learns_at_first(network):
         return []
     first = min(freezing.until.values())
@@ -76,8 +77,8 @@ def unfreezing_errors(network: nn.Module, freezing: Freezing) -> list[ErrorDetai
 def _wrap_again(trainer: Trainer, module: nn.Module) -> None:
     """Wrap the module in DistributedDataParallel again.
 
-    The old wrapper would wait for the gradients of the parameters that were trained before. Tested with Lightning
-    2.6.6: DDPStrategy.configure_ddp wraps `strategy.model`.
+    The old wrapper would wait for gradients of the parameters that were trained in the previous epoch. Tested with
+    Lightning 2.6.6: DDPStrategy.configure_ddp wraps `strategy.model`.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):

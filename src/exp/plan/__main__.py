@@ -1,4 +1,4 @@
-"""python -m exp.plan: layers, memory of each rank and time of a step, before a run."""
+"""The command `python -m exp.plan`, which estimates the layers, memory and step time of a run before it starts."""
 
 from exp.cli.dispatch import run
 

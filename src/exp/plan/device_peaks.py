@@ -1,8 +1,8 @@
-"""Peak rates of devices: FLOPs and bytes per second, memory, and bandwidth of links.
+"""Peak rates of GPUs: FLOPs per second, memory bandwidth, memory size, and bandwidth of links.
 
 The numbers come from NVIDIA's datasheets (V100, T4, A100, L4, L40S, H100, H200, HGX B200) and whitepapers (Ada, GA102).
-Bandwidths are in GB/s and memory is in GiB. A link is NVLink if the card has NVLink, otherwise PCIe. The bandwidth of a
-link is for one direction, which is half of the listed number.
+A link is NVLink if the card has NVLink, and PCIe otherwise. The bandwidth of a link is for one direction, which is half
+of the number in a datasheet.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device with its peak rates.
+    """The peak rates of a device.
 
     Attributes:
         name: Name of the card.
-        flops: FLOPs per second, by the name of the number format, such as bf16.
+        flops: FLOPs per second, by name of the number format, such as bf16.
         bandwidth: Memory bandwidth in bytes per second.
         memory: Memory in bytes.
-        link: Bandwidth to another device in bytes per second.
+        link: Bandwidth between two devices in bytes per second, in one direction.
         overhead: Smallest time of an operator in seconds. Default: 0.
         latency: Smallest time of a message in seconds. Default: 0.
     """
@@ -44,12 +44,12 @@ class Device:
     latency: float = 0.0
 
     def seconds(self, flops: float, moved: float, *, word: str) -> tuple[float, float]:
-        """Return the time in seconds of an operator's arithmetic, and of its memory traffic.
+        """Return two times of an operator in seconds: the time of its arithmetic, and the time of its memory traffic.
 
         Args:
             flops: FLOPs of the operator.
             moved: Bytes that the operator reads and writes.
-            word: Name of the number format. A format without a listed peak uses the peak of fp32.
+            word: Name of the number format. If the device lists no peak for the format, the peak of fp32 is used.
         """
         peak = self.flops.get(word, self.flops["fp32"])
         return flops / peak, moved / self.bandwidth
@@ -74,19 +74,19 @@ _CARDS: dict[str, tuple[float, float, float]] = {
 }
 SHORT = {"H100": "H100 SXM", "V100": "V100 SXM2"}
 COUNTED = re.compile(r"(?:([0-9]{1,6})x)?(.+)")
-# Limits the time of a plan, which visits every rank of a run.
+# Largest number of devices. A plan computes the memory of every rank, so this number limits the time of a plan.
 MOST_DEVICES = 100_000
-# Approximate seconds to launch a CUDA kernel from PyTorch's eager mode.
+# Approximate time in seconds to launch a CUDA kernel in PyTorch's eager mode.
 LAUNCH = 5e-6
-# Approximate seconds of a small collective of NCCL between GPUs of a node.
+# Approximate time in seconds of a small NCCL collective between GPUs of a node.
 NCCL = 2e-5
 
 
 def read_devices(text: str) -> tuple[Device, int | None]:
-    """Return the device that a text such as `64xH100` names, and the number of devices.
+    """Parse a text such as `64xH100` into a device and a number of devices.
 
     Returns:
-        The device, and the number. The number is None if the text has none.
+        The device and the number. The number is None if the text contains no number.
 
     Raises:
         ConfigError: The card is not listed, or the number is 0 or above MOST_DEVICES.
@@ -109,7 +109,7 @@ def read_devices(text: str) -> tuple[Device, int | None]:
 
 
 def listed_device(card: str) -> Device:
-    """Return the device of a listed card."""
+    """Return the peak rates of a card in _CARDS."""
     memory, bandwidth, link = _CARDS[card]
     return Device(
         name=card,
@@ -123,7 +123,7 @@ def listed_device(card: str) -> Device:
 
 
 def own_gpu() -> Device | None:
-    """Return the first GPU of this machine. Return None if the machine has no GPU, or its GPU is not listed."""
+    """Return the peak rates of the first GPU of this machine. None if it has no GPU, or the GPU is not in _CARDS."""
     if not torch.cuda.is_available():
         return None
     card = card_of(torch.cuda.get_device_name(0))

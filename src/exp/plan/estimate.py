@@ -1,4 +1,4 @@
-"""The estimate of a run: its layers, the memory of each rank, the time of a step, and the communication."""
+"""The estimate of a run: layers, memory of each rank, time of a step, and communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from exp.check.plan import Plan
 
-# Number of guesses for the largest batch. The result is the largest guess that fits.
+# Number of batch sizes that the search for the largest batch tries. The result is the largest one that fits.
 GUESSES = 4
 OWN_MODULE = (
     "module: only the parameters are counted, because the FLOPs and activations of your training_step are not known"
@@ -28,13 +28,13 @@ OWN_MODULE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The estimate of a run.
+    """The estimated memory and time of a run.
 
     Attributes:
         network: Network on the meta device.
         figures: Memory and FLOPs of one micro-batch of a rank.
         footprint: Memory and communication of the strategy.
-        places: Memory of each device, the largest first.
+        places: Memory of each device, in descending order.
         time: Time of an optimizer step. None if the device is unknown.
         batch: data.batch_size of the run.
         micro_batches: Number of micro-batches in an optimizer step.
@@ -52,15 +52,15 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes in use on the device that uses most."""
+        """Bytes in use on the device that uses the most memory."""
         return self.places[0].total
 
 
 class Estimator:
-    """Estimates a run, and the same run with other batch sizes.
+    """Estimates memory and time of a run, also for other batch sizes.
 
     Args:
-        plan: Plan of the run. The network must be buildable on the meta device.
+        plan: Plan of the run. It must be possible to build the network on the meta device.
         device: Device of the ranks. None if it is unknown.
     """
 
@@ -72,7 +72,7 @@ class Estimator:
 
     @property
     def batch(self) -> int:
-        """data.batch_size of the run. 1 if the user's loaders do not give a batch size."""
+        """Value of data.batch_size. 1 if the user's loaders determine the batch size."""
         return self.plan.settings.batch_size or 1
 
     @property
@@ -83,8 +83,8 @@ class Estimator:
         """Return the estimate of the run.
 
         Args:
-            batch: data.batch_size. None uses the run's value.
-            micro_batches: Number of micro-batches in an optimizer step. None uses the run's value.
+            batch: Value of data.batch_size. None: the value of the run.
+            micro_batches: Number of micro-batches in an optimizer step. None: the value of the run.
         """
         key = (batch or self.batch, micro_batches or self.micro_batches)
         if key not in self._known:
@@ -95,7 +95,7 @@ class Estimator:
         plan, network = self.plan, self.plan.network
         assert network is not None
         recomputed = plan.strategy.activation_checkpointing if isinstance(plan.strategy, Strategy) else ()
-        # Round up: if the batch cannot be divided evenly, the rank with the most samples is estimated.
+        # The number is rounded up, so if ranks have different numbers of samples, the largest number is used.
         samples = max(1, -(-batch // plan.placement.data_ranks))
         setting = Setting(samples=samples, word=self.word, recomputed=recomputed)
         figures = take_step(plan, setting) if plan.own is None else parameters_alone(network, setting)
@@ -135,10 +135,10 @@ class Estimator:
         return self.plan.own is None and placement.model_ranks * placement.layers > 1
 
     def largest_batch(self, limit: int) -> int | None:
-        """Return the largest data.batch_size that fits into memory, as a multiple of the number of ranks.
+        """Return the largest data.batch_size that fits into memory and is a multiple of the number of ranks.
 
         Args:
-            limit: Bytes of each device.
+            limit: Memory of each device in bytes.
 
         Returns:
             The batch size. None if not even one sample per rank fits, or if the memory of activations is unknown.
@@ -149,7 +149,7 @@ class Estimator:
         own = max(1, -(-self.batch // ranks))
         seen = {samples: self._total(samples, ranks) for samples in (own, own // 2 or 2)}
         for _ in range(GUESSES):
-            # The line through the two sizes that are closest to the limit.
+            # Extrapolate with the line through the two sizes with the memory closest to the limit.
             one, two = sorted(seen, key=lambda samples: abs(seen[samples] - limit))[:2]
             rise = (seen[two] - seen[one]) / (two - one)
             if rise <= 0:
@@ -168,7 +168,7 @@ class Estimator:
 
 
 def parameters_alone(network: nn.Module, setting: Setting) -> StepFigures:
-    """Return the figures of a user's LightningModule. Only the sizes of its parameters and gradients are known."""
+    """Return the figures of a user's LightningModule, which are only the sizes of parameters and gradients."""
     parameters = sizes_of(network)
     gradients = {name: one.size for name, one in parameters.items() if one.learns}
     return StepFigures(setting=setting, parameters=parameters, gradients=[gradients], notes=[OWN_MODULE])

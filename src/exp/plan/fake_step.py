@@ -1,15 +1,15 @@
-"""A training step on fake tensors, which have shapes, dtypes and storages but no numbers, so no memory is allocated.
+"""A training step on fake tensors, which have shapes, dtypes and storages but use no memory for numbers.
 
-The network is built on the meta device, and its tensors are replaced by fake CPU tensors. The CPU kernels then decide
-which activations are kept, like in a run on a CPU with the hook `memory`. CUDA kernels keep the same activations,
-except for cuDNN and CUDA's attention.
+The network is built on the meta device, and its tensors are replaced by fake CPU tensors. The step keeps the same
+activations for the backward as a run on a CPU. CUDA kernels keep the same activations, except for cuDNN and CUDA's
+attention.
 
-    forward and objective    run in the precision of the setting, and count the bytes kept for the backward
-    backward                 computes gradients, and records its operators
-    optimizer                creates its state in a first step (exp.plan.rank_memory)
+    forward and objective    run in the precision of the setting; bytes kept for the backward are counted
+    backward                 computes gradients; operators are recorded
+    optimizer                creates its state in a first step (in exp.plan.rank_memory)
 
-The module uses private parts of torch 2.13 that tests cover: FakeTensorMode of torch._subclasses, the storage of a fake
-tensor as one Python object with a size, and `is_view` of an operator.
+The module uses three private parts of torch 2.13, which tests check. They are FakeTensorMode of torch._subclasses, the
+property `is_view` of an operator, and the storage of a fake tensor, which is one Python object with a size.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The settings of a step that an estimate varies.
+    """The settings of a step that differ between estimates.
 
     Attributes:
         samples: Number of samples in a rank's micro-batch.
         word: Name of the precision.
-        recomputed: Patterns of modules with activations that the backward recomputes.
+        recomputed: Patterns of module names. The backward recomputes the activations of these modules.
     """
 
     samples: int
@@ -72,14 +72,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A call of an operator.
+    """A call of a torch operator during a step.
 
     Attributes:
-        layer: Path of the innermost module that calls the operator. '' for the network itself.
+        layer: Path of the innermost module that calls the operator. Empty for the network itself.
         flops: Number of multiplications and additions.
         moved: Bytes that the operator reads and writes.
         dtype: Dtype of the result, as torch names it.
-        times: Number of calls per step. A phase that does not run at every step gives a fraction.
+        times: Number of calls per step. It is a fraction if a phase does not run at every step.
     """
 
     layer: str
@@ -91,11 +91,11 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeNetwork:
-    """Network whose parameters and buffers are fake tensors, which have no numbers.
+    """A network with fake tensors as parameters and buffers.
 
     Attributes:
         module: The network.
-        mode: Mode in which its tensors were created.
+        mode: FakeTensorMode in which the tensors were created.
     """
 
     module: nn.Module
@@ -104,21 +104,23 @@ class FakeNetwork:
 
 @dataclass(kw_only=True)
 class StepFigures:
-    """Memory and FLOPs of one micro-batch of a rank.
+    """Memory and FLOPs of one micro-batch on a rank.
 
     Attributes:
         setting: Settings of the step.
         parameters: Sizes of the parameters, by name.
         buffers: Bytes of the buffers.
         batch: Bytes of the micro-batch.
-        outputs: Shape and dtype of the output of each layer's last call, as text with B for the batch.
-        output_bytes: Bytes of these outputs.
-        activations: Bytes kept for the backward. With several phases, of the phase that keeps most.
-        by_layer: Bytes of the activations, by the layer that keeps them.
-        gradients: Bytes of the gradients by parameter name, for each phase with a backward that could run.
-        temporaries: Largest number of bytes of temporary tensors at the same time, except in the optimizer step.
+        outputs: Shape and dtype of the output of each layer in its last call, as text. B stands for the batch size.
+        output_bytes: Bytes of the same outputs.
+        activations: Bytes kept for the backward. With several phases, the bytes of the phase that keeps the most. None:
+            unknown.
+        by_layer: Bytes of the activations that each layer keeps.
+        gradients: Bytes of each parameter's gradient, in one dict for each phase. A phase is left out if its backward
+            failed.
+        temporaries: Largest number of bytes that temporary tensors use at the same time, except in the optimizer step.
         operators: Operators of forward and backward.
-        notes: Values that are unknown, with the reason.
+        notes: Texts that name unknown values and the reasons.
         fake: Network of the step. None for a user's LightningModule.
     """
 
@@ -138,9 +140,9 @@ class StepFigures:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that get a gradient.
+        """Names of the parameters that get a gradient in the step.
 
-        If the backward is unknown, names of all trainable parameters.
+        If no backward could run, the names of all trainable parameters.
         """
         if not self.gradients:
             return frozenset(name for name, one in self.parameters.items() if one.learns)
@@ -152,10 +154,10 @@ class StepFigures:
 
 
 def take_step(plan: Plan, setting: Setting) -> StepFigures:
-    """Run forward, objective and backward of a micro-batch on fake tensors.
+    """Run forward, objective and backward of a micro-batch on fake tensors, and return the figures.
 
-    Some code needs the numbers in a tensor. The figures that depend on such code are unknown, and a note gives the
-    reason.
+    Fake tensors have no numbers. If code needs numbers, the figures that depend on the code are unknown, and a note
+    gives the reason.
     """
     word = WORDS[setting.word]
     notes = ["the activations of fp8 are counted as those of bf16"] if word.float8 else []
@@ -184,7 +186,7 @@ def take_step(plan: Plan, setting: Setting) -> StepFigures:
 
 
 def make_fake(network: nn.Module) -> None:
-    """Replace the meta tensors of a network by fake CPU tensors: parameters, buffers and attributes.
+    """Replace the parameters, buffers and meta tensors in attributes of a network by fake CPU tensors.
 
     Tensors that several modules share remain shared. Call this function inside a FakeTensorMode.
     """
@@ -219,7 +221,7 @@ def fake_batch(plan: Plan, *, samples: int, notes: list[str]) -> object:
         notes: List to which a note is added if the data cannot be read.
     """
     try:
-        # Read real tensors, because the code of a data set may use their numbers. A few samples are enough.
+        # Samples are read as real tensors, because the code of a data set may use numbers. A few samples are enough.
         with unset_fake_temporarily():
             read = plan.data.first_samples("train", seconds=1.0)
     except (RunError, ConfigError) as error:
@@ -255,7 +257,7 @@ def _declared_batch(plan: Plan, *, samples: int) -> object:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the log of exp.precision.plugin, because its messages are meant for runs."""
+    """Disable log messages of exp.precision.plugin in the context, because the messages are for runs, not for plans."""
     log = logging.getLogger("exp.precision.plugin")
     before, log.disabled = log.disabled, True
     try:
@@ -267,12 +269,12 @@ def quiet() -> Iterator[None]:
 ASKED = "the step reads values of tensors, which are taken as 1 or true: other values may select another branch"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
-# Exceptions that torch and user code raise for tensors without numbers.
+# Types of exceptions that torch and code of users raise if they need the numbers of a fake tensor.
 UNDECIDED = (NotImplementedError, RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 class _Step:
-    """The forwards and backwards of one step on a micro-batch. `run` fills in `figures`."""
+    """The forwards and backwards of one step on a micro-batch. The method `run` computes the attribute `figures`."""
 
     def __init__(self, plan: Plan, network: nn.Module, data: object, *, setting: Setting, notes: list[str]) -> None:
         self.plan, self.network, self.data, self.notes = plan, network, data, notes
@@ -307,13 +309,13 @@ class _Step:
         *,
         times: float,
     ) -> None:
-        """Run one forward and its backward, and update the figures: the largest memory, and all operators.
+        """Run one forward and backward, and add their memory and operators to the figures.
 
         Args:
-            network: Network, or a view with the forward of a phase.
+            network: The network, or a view of the network with the forward of a phase.
             objectives: Objectives that share the forward.
             trained: Parameters that get a gradient.
-            context: Returns the context manager of the precision.
+            context: Function that returns the context manager of the precision.
             times: Number of runs per step.
         """
         chosen = {id(parameter) for parameter in trained}
@@ -390,7 +392,7 @@ class _Step:
 
 
 def sizes_of(network: nn.Module) -> dict[str, Size]:
-    """Return the sizes of a network's parameters by name. A storage that several parameters share is counted once."""
+    """Return the sizes of a network's parameters by name. A storage of several parameters is counted once."""
     seen: set[int] = set()
     found = {}
     for name, one in network.named_parameters():
@@ -404,7 +406,7 @@ def sizes_of(network: nn.Module) -> dict[str, Size]:
 def losses_of(
     network: nn.Module, objectives: Sequence[Objective], batch: Batch, *, inputs: Sequence[str]
 ) -> list[Tensor]:
-    """Return the loss of each objective. All objectives share one forward of the batch, as in a run."""
+    """Return the loss of each objective, computed from a single forward of the batch, as in a run."""
     run, first = forward_by_name(network, inputs), objectives[0]
     losses: list[Tensor] = []
     if first.needs:
@@ -423,7 +425,7 @@ make_mode: Callable[[TorchDispatchMode], None] = TorchDispatchMode.__init__
 
 
 class Ones(TorchDispatchMode):
-    """Mode in which a read of a number from a fake tensor returns 1 or true. The attribute `asked` records a read."""
+    """Mode in which reading a number from a fake tensor returns 1 or True, and sets the attribute `asked`."""
 
     def __init__(self) -> None:
         make_mode(self)
@@ -440,17 +442,17 @@ class Ones(TorchDispatchMode):
 
 
 class OperatorLog(TorchDispatchMode):
-    """Mode that records every operator, and the largest number of bytes in memory at the same time.
+    """Mode that records every operator and the peak memory.
 
     Args:
-        layer: Returns the path of the layer that is running its forward.
+        layer: Function that returns the path of the layer that is running its forward.
         times: Number of runs per step.
 
     Attributes:
         is_backward: Whether a backward is running. The caller sets this attribute.
         operators: The recorded operators.
         peak: Largest number of bytes in memory at the same time.
-        owners: Mode for the forward. It records the layer of each autograd node for the backward.
+        owners: Mode to enter during the forward. It records the layer of each autograd node, which the backward needs.
     """
 
     def __init__(self, layer: Callable[[], str], *, times: float) -> None:
@@ -463,7 +465,7 @@ class OperatorLog(TorchDispatchMode):
         self._known: set[int] = set()
 
     def hold(self, tensors: Sequence[Tensor]) -> int:
-        """Count the storages of tensors that exist before the step, and return their bytes."""
+        """Add tensors that exist before the step to the memory in use. Return the memory in use in bytes."""
         for tensor in tensors:
             self._note(tensor)
         return self._live
@@ -476,7 +478,7 @@ class OperatorLog(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # the result of the operator
         if func is torch.ops.prim.device.default:
-            return func(*args)  # skip this operator early, because autograd calls it most often
+            return func(*args)  # return early, because autograd calls this operator most often
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
@@ -484,7 +486,7 @@ class OperatorLog(TorchDispatchMode):
             self._note(tensor)
         if not func.is_view and results:
             layer = self.layer()
-            # If a layer runs its forward during a backward, it recomputes its activations.
+            # A layer that runs its forward during a backward recomputes its activations.
             if self.is_backward and layer == OBJECTIVE:
                 layer = self.owners.current
             moved = sum(
@@ -509,9 +511,9 @@ class OperatorLog(TorchDispatchMode):
 
 
 class NodeOwners(TorchFunctionMode):
-    """Mode that records in the forward which layer creates each autograd node.
+    """Mode that records the layer that creates each autograd node in the forward.
 
-    During a backward, `current` is the layer of the running node.
+    During a backward, the attribute `current` is the layer of the node that runs.
     """
 
     def __init__(self, layer: Callable[[], str]) -> None:

@@ -1,7 +1,8 @@
-"""A search for the fastest configuration that fits into memory: strategies, precisions, checkpointing and accumulation.
+"""A search for the fastest configuration of a run that fits into memory.
 
-The samples per step and the number of devices stay the same, so the run learns the same. Each strategy and precision
-uses the fewest micro-batches that fit, because more micro-batches never shorten an estimated step.
+The search varies strategy, precision, activation checkpointing and gradient accumulation. The number of samples per
+step and the number of devices do not change, so the training is equivalent. Each combination uses the smallest number
+of micro-batches that fits, because more micro-batches never make an estimated step shorter.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ if TYPE_CHECKING:
 
 ALONE = ("single",)
 SEVERAL = ("ddp", "fsdp", "tensor_parallel", "pipeline")
-# Number of micro-batch counts to try. Each count is twice the previous count.
+# Number of micro-batch counts to try for a configuration. Each count is twice the previous count.
 MOST_DOUBLINGS = 10
-# Estimated times that differ by less than this fraction count as equal.
+# Estimated times that differ by less than this fraction are treated as equal.
 ALIKE = 0.05
-# Factor by which another precision must be faster than the precision of the run.
+# Factor by which a configuration with another precision must be faster to be preferred.
 CLEARLY = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration of the run that fits into memory.
+    """A configuration of the run that fits into memory, with its estimate.
 
     Attributes:
-        overrides: Overrides to add to the command.
-        total: Bytes in use on the device that uses most.
+        overrides: Overrides that the user adds to the command.
+        total: Bytes in use on the device that uses the most memory.
         seconds: Time of an optimizer step in seconds.
         bound: Part of the step that takes most of the time.
     """
@@ -50,7 +51,7 @@ class Findings:
     """The result of a search.
 
     Attributes:
-        fitting: Configurations that fit into memory, the best first.
+        fitting: Configurations that fit into memory. The first one is the best.
         too_large: Number of configurations that do not fit even with one sample per rank.
         refused: Number of configurations with an error.
     """
@@ -61,7 +62,7 @@ class Findings:
 
 
 def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yield overrides of strategy, precision and activation checkpointing. Some combinations may have errors."""
+    """Yield the overrides of each configuration to try. The config may have errors with some of these overrides."""
     for word in precisions(plan.settings.precision.word):
         for strategy in ALONE if plan.placement.world_size * plan.placement.layers == 1 else SEVERAL:
             yield (f"strategy={strategy}", f"precision={word}")
@@ -72,7 +73,7 @@ def ways(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def repeated_blocks(plan: Plan) -> list[str]:
-    """Return patterns for the repeated blocks of the network, for strategy.activation_checkpointing."""
+    """Return patterns that match the repeated blocks of the network, as values of strategy.activation_checkpointing."""
     if plan.network is None:
         return []
     found = choose_units(plan.network, AUTO, key="strategy.shard")
@@ -82,7 +83,7 @@ def repeated_blocks(plan: Plan) -> list[str]:
 def precisions(word: str) -> list[str]:
     """Return the names of the precisions to try.
 
-    A float32 run also tries bf16, which trains the same in most cases.
+    These are the precision of the run and, for a float32 run, bf16, which gives similar results in most cases.
 
     Args:
         word: Precision of the run.
@@ -92,12 +93,13 @@ def precisions(word: str) -> list[str]:
 
 
 def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Estimator | None]) -> Findings:
-    """Estimate every configuration.
+    """Estimate every configuration to try, and return those that fit into memory.
 
     Args:
         plan: Plan of the run.
         limit: Bytes of each device. None is no limit.
-        other: Returns the estimator of the run with additional overrides, or None if they have an error.
+        other: Function that returns the estimator of the run with additional overrides. It returns None if the config
+            then has an error.
     """
     fitting, too_large, refused = [], 0, 0
     for overrides in ways(plan):
@@ -127,14 +129,15 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
 
 
 def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candidate]:
-    """Return the candidates, the fastest first.
+    """Sort candidates so that the best is the first, and the others follow by time.
 
-    If several candidates are about equally fast, the one that `ways` yields first is the best.
+    The best candidate is the fastest. If several candidates are about equally fast, the first one in the order of
+    `ways` is the best.
 
     Args:
         candidates: Candidates in the order of `ways`.
-        word: Precision of the run. Another precision must be faster by the factor CLEARLY, because it changes the
-            numbers, and because small products are further from its peak.
+        word: Precision of the run. A candidate with another precision must be faster by the factor CLEARLY. The reasons
+            are that the precision changes the results, and that small matrix products do not reach its peak rate.
     """
     weighed = [one.seconds * (1.0 if f"precision={word}" in one.overrides else CLEARLY) for one in candidates]
     fastest = min(weighed, default=0.0)
@@ -143,9 +146,9 @@ def rank_candidates(candidates: Sequence[Candidate], *, word: str) -> list[Candi
 
 
 def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
-    """Return the estimate with the fewest micro-batches that fit into memory.
+    """Return the estimate with the smallest number of micro-batches that fits into memory.
 
-    Return None if one sample per rank is too large.
+    Return None if no number of micro-batches fits.
 
     Args:
         estimator: Estimator of the configuration.
@@ -164,7 +167,10 @@ def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
 
 
 def accumulation(estimator: Estimator, estimate: Estimate) -> tuple[str, ...]:
-    """Return the overrides for the number of micro-batches of an estimate; none if it is that of the run."""
+    """Return the overrides that set the number of micro-batches of an estimate.
+
+    The result is empty if the run already has this number.
+    """
     if estimate.micro_batches == estimator.micro_batches:
         return ()
     return (f"data.batch_size={estimate.batch}", f"trainer.accumulate_grad_batches={estimate.micro_batches}")

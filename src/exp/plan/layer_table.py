@@ -19,13 +19,13 @@ class LayerRow:
     """A row of the table: one layer, or several equal layers.
 
     Attributes:
-        path: Path of the layer in the network. '' for the network itself.
+        path: Path of the layer in the network. Empty for the network itself.
         kind: Class name of the layer.
-        output: Shapes and dtypes of the output, with B for the batch.
-        parameters: Number of parameters, except those of inner layers.
-        flops: FLOPs of a rank's micro-batch, forward and backward.
+        output: Shapes and dtypes of the output. B stands for the batch size.
+        parameters: Number of parameters of the layer, without the parameters of inner layers.
+        flops: FLOPs of forward and backward on one micro-batch of a rank.
         activations: Bytes that the layer keeps for the backward.
-        share: Fraction of the network's FLOPs. If the network has no FLOPs, fraction of its activations.
+        share: Fraction of the FLOPs of the network. If the FLOPs are 0, the fraction of the activations.
         times: Number of equal layers in this row.
     """
 
@@ -66,7 +66,7 @@ def layer_rows(estimate: Estimate) -> list[LayerRow]:
 
 
 def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
-    """Return the rows, with equal layers of three or more repeated blocks merged, such as `blocks.*.query`."""
+    """Merge the rows of three or more equal layers in repeated blocks into one row, such as `blocks.*.query`."""
     groups: defaultdict[tuple[object, ...], list[LayerRow]] = defaultdict(list)
     for row in rows:
         groups[_likeness(row)].append(row)
@@ -82,11 +82,11 @@ def merge_repeated(rows: Sequence[LayerRow]) -> list[LayerRow]:
 
 
 def to_pattern(path: str) -> str:
-    """Return a module path with `*` instead of each index."""
+    """Return a module path in which `*` replaces each index, such as `blocks.*` for `blocks.0`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _likeness(row: LayerRow) -> tuple[object, ...]:
     path = to_pattern(row.path)
-    # Activations of the first and last block may differ from the other blocks, so they are part of the comparison.
+    # Activations are compared, too, because those of the first and the last block may differ from the other blocks.
     return (path, row.kind, row.output, row.parameters, row.flops, row.activations) if "*" in path else (row.path,)

@@ -1,7 +1,7 @@
 """The estimated memory of each rank.
 
-parameters, gradients, optimizer     exact sizes of storages, as the hook `memory` measures them in a run
-activations                          of a rank's micro-batch, as the hook `memory` measures them on a CPU
+parameters, gradients, optimizer     exact sizes of storages; the hook `memory` measures the same sizes in a run
+activations                          for one micro-batch of a rank; the hook `memory` measures the same on a CPU
 others                               the batch, buffers of the network, averages of the weights, communication buffers
                                      of the strategy, and temporary tensors of the step
 """
@@ -37,19 +37,19 @@ LONG = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceMemory:
-    """The memory of one device in bytes, for one rank or for several ranks with equal memory.
+    """The memory of one device in bytes. Ranks with equal memory share one object.
 
     A size of None is unknown.
 
     Attributes:
         ranks: Ranks with this memory.
-        device: Index of the device, if a rank has several devices.
+        device: Index of the device if a rank has several devices, otherwise None.
         parameters: Bytes of the parameters.
         gradients: Bytes of the gradients.
         optimizer: Bytes of the optimizer state.
         activations: Bytes of the activations.
-        others: Bytes of other tensors, by description.
-        on_host: Names of the parts that are in the memory of the host.
+        others: Bytes of other tensors, by description such as "the batch".
+        on_host: Names of the entries of `parts` that are in the memory of the host instead of the device.
     """
 
     ranks: tuple[int, ...]
@@ -73,13 +73,13 @@ class PlaceMemory:
 
     @property
     def total(self) -> int:
-        """Sum of the known parts on the device in bytes: an upper bound of the peak."""
+        """Sum of all known parts on the device in bytes, which is an upper bound of the peak memory."""
         known = (size or 0 for name, size in self.parts.items() if name not in self.on_host)
         return sum(known) + sum(self.others.values())
 
 
 class OptimizerState:
-    """Computes the bytes of optimizer states, with a first optimizer step on fake tensors.
+    """Computes the size of the optimizer state by running an optimizer step on fake tensors.
 
     Args:
         plan: Plan of the run.
@@ -87,7 +87,7 @@ class OptimizerState:
         trained: Names of the parameters that get a gradient.
 
     Attributes:
-        notes: Reasons why a size is unknown or approximate.
+        notes: Texts that explain why a size is unknown or approximate.
     """
 
     def __init__(self, plan: Plan, fake: FakeNetwork, *, trained: Collection[str]) -> None:
@@ -100,10 +100,10 @@ class OptimizerState:
         """Return the bytes of the optimizer state on a rank.
 
         Args:
-            held: Parts of the parameters that the rank stores, by parameter name.
+            held: The part of each parameter that the rank stores, by parameter name.
 
         Returns:
-            The bytes. None if the optimizer cannot step without numbers.
+            The number of bytes. None if the optimizer cannot run on fake tensors.
         """
         key = tuple((name, one.shape) for name, one in held.items() if one.steps)
         if key not in self._known:
@@ -120,7 +120,7 @@ class OptimizerState:
                         group["params"] = [one for one in group["params"] if one.grad is not None]
                     with Ones():
                         optimizer.step()
-            # NAdam divides by a value that is 0, because Ones returns 1 for every number.
+            # NAdam divides by 0, because the mode Ones returns 1 for every number that NAdam reads.
             except (*UNDECIDED, ArithmeticError) as error:
                 self.notes.append(f"the state of the optimizer is not known: {one_line(error)}")
                 return None
@@ -142,9 +142,10 @@ class OptimizerState:
 
 
 def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprint:
-    """Return the memory and communication of a strategy.
+    """Return the memory and communication of each rank under a strategy.
 
-    Strategies of Lightning are estimated as DDP, with a whole copy per rank. A note says so.
+    A strategy of Lightning is estimated like DDP, with a whole copy of the network on each rank. A note in the result
+    states this.
     """
     placement = load.placement
     if placement.world_size == 1 and placement.layers == 1 and placement.backend is None:
@@ -160,13 +161,13 @@ def footprint_of(load: Load, strategy: Strategy | LightningStrategy) -> Footprin
 def memory_of(
     plan: Plan, figures: StepFigures, footprint: Footprint, states: OptimizerState | None
 ) -> list[PlaceMemory]:
-    """Return the memory of every device, the largest first.
+    """Return the memory of every device, in descending order.
 
     Args:
         plan: Plan of the run.
         figures: Memory and FLOPs of one micro-batch of a rank.
         footprint: Memory and communication of the strategy.
-        states: Computes the optimizer state. None if the optimizer is unknown.
+        states: Object that computes the size of the optimizer state. None if the optimizer is unknown.
     """
     found = [_place_memory(plan, figures, place, states) for place in footprint.places]
     return sorted(found, key=lambda one: -one.total)
@@ -197,9 +198,10 @@ def _place_memory(plan: Plan, figures: StepFigures, place: Place, states: Optimi
 
 
 def _gradients(figures: StepFigures, place: Place) -> int | None:
-    """Return the bytes of the gradients of the phase with the largest gradients.
+    """Return the bytes of the gradients on a rank, for the phase with the largest gradients.
 
-    Ranks split gradients like parameters.
+    The argument `place` determines the part of each gradient that the rank stores. Return None if the gradients are
+    unknown.
     """
     if not figures.gradients:
         return None
@@ -213,7 +215,7 @@ def _gradients(figures: StepFigures, place: Place) -> int | None:
 
 
 def _averages(plan: Plan, figures: StepFigures, place: Place) -> int:
-    """Return the bytes of averaged weights that callbacks keep, with at least 4 bytes per number."""
+    """Return the bytes of averaged weights that callbacks store. Averages have at least 4 bytes per number."""
     nodes, allow = plan.settings.callbacks.values(), plan.settings.security.allow
     count = sum(averages_weights(resolve(node["_target_"], allow=allow)) for node in nodes)
     if not count:

@@ -1,8 +1,8 @@
-"""The estimated time of a step, by the roofline model of each operator (Williams, Waterman and Patterson, 2009).
+"""The estimated time of a step, by the roofline model (Williams, Waterman and Patterson, 2009).
 
-An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. The estimate is a lower
-bound, because real kernels reach 50 to 90 % of the peak. Communication is counted separately, because it can overlap
-with the backward.
+The time of an operator is the time of its arithmetic or the time of its memory traffic, whichever is longer. The
+estimate is a lower bound, because real kernels reach only 50 to 90 % of the peak rates. Communication is a separate
+part, because it can overlap with the backward.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from exp.plan.rank_memory import PlaceMemory
 from exp.precision.words import WORDS
 from exp.strategies.footprint import Footprint
 
-# Names of number formats in exp, by torch's names of dtypes.
+# Name of the number format in exp for each dtype name of torch.
 ARITHMETIC = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Memory traffic of an optimizer step, as a multiple of the bytes of parameters, gradients and state. A step reads all
-# three, and writes parameters and state.
+# Memory traffic of an optimizer step, divided by the bytes of parameters, gradients and optimizer state. A step reads
+# all three, and writes parameters and state.
 READ_AND_WRITTEN = 2
 
 
@@ -32,7 +32,7 @@ class StepTime:
         compute: Seconds of operators that are limited by arithmetic.
         memory: Seconds of the optimizer, and of operators that are limited by memory bandwidth.
         overhead: Seconds of operators that are limited by the overhead of their call.
-        communication: Seconds of the messages of a rank.
+        communication: Seconds of communication of a rank.
         flops: FLOPs of a rank in a step.
     """
 
@@ -45,13 +45,13 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Total time in seconds. Communication can overlap with at most half of the other time."""
+        """Total time of a step in seconds. Communication overlaps with at most half of the other parts."""
         own = self.compute + self.memory + self.overhead
         return own + max(0.0, self.communication - own / 2)
 
     @property
     def bound(self) -> str:
-        """Name of the part that takes most of the time."""
+        """Name of the part that takes the longest time."""
         parts = {
             "compute": self.compute,
             "memory bandwidth": self.memory,

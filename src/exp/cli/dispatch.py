@@ -20,7 +20,7 @@ HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command whose name is the first argument.
+    """Run the command that the first argument names.
 
     Args:
         argv: Arguments, without the program. Default: None, for the arguments of this process.

@@ -164,11 +164,13 @@ class Question:
         return self._place(settings[-1]) if settings else ""
 
     def _references(self, key: str, trail: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield a line for each reference in the value of a key. The references in that reference's value follow, indented.
+        """Yield a line for each reference in the value of a key.
+
+        If the referenced value also contains references, indented lines for them follow.
 
         Args:
             key: Dotted key.
-            trail: Keys whose references led to this key. They are not followed again, because they form a circle.
+            trail: Keys that led to this key by references. They are not followed again, because they form a circle.
                 Default: ().
         """
         text = self._raw.get(key)

@@ -315,7 +315,7 @@ class Hook:
 
     @property
     def is_at_modules(self) -> bool:
-        """Whether the hook observes or transforms values at modules during a step."""
+        """True if the hook observes or transforms values at modules during a step."""
         return any(self.overrides(method) for method in AT_MODULES)
 
     def attach(

@@ -39,7 +39,7 @@ class Peak(ABC):
 
     @property
     def can_restart(self) -> bool:
-        """Whether the counter can be reset."""
+        """True if the counter can be reset."""
         return True
 
     @abstractmethod
@@ -85,7 +85,7 @@ class ResidentPeak(Peak):
 
     @functools.cached_property
     def can_restart(self) -> bool:
-        """Whether the process can reset its counter: on Linux, unless a sandbox denies the permission.
+        """True if the process can reset its counter: on Linux, unless a sandbox denies the permission.
 
         The permission is checked once.
         """

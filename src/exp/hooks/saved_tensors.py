@@ -134,7 +134,7 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 def innermost_call() -> nn.Module | None:
-    """Return the innermost module whose `forward` is running. Return None outside of a forward."""
+    """Return the innermost module that is running its `forward`. Return None outside of a forward."""
     frame = inspect.currentframe()
     while frame is not None:
         if (module := _module_of(frame)) is not None:
@@ -144,7 +144,10 @@ def innermost_call() -> nn.Module | None:
 
 
 def failing_module(error: BaseException, network: nn.Module) -> str | None:
-    """Return the path of the innermost module whose `forward` raised an error. Return None if no forward raised it."""
+    """Return the path of the innermost module in which `forward` raised an error.
+
+    Return None if no forward raised it.
+    """
     paths = {id(module): path for path, module in network.named_modules()}
     found, trace = None, error.__traceback__
     while isinstance(trace, TracebackType):
@@ -154,7 +157,7 @@ def failing_module(error: BaseException, network: nn.Module) -> str | None:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """Return the module whose `forward` the frame runs; None for other frames."""
+    """Return the module that runs its `forward` in a frame. Return None for other frames."""
     names = frame.f_code.co_varnames[: min(frame.f_code.co_argcount, 1)] if frame.f_code.co_name == "forward" else ()
     module = frame.f_locals[names[0]] if names and names[0] in frame.f_locals else None
     return module if isinstance(module, nn.Module) else None

@@ -222,7 +222,7 @@ class StepTimer:
 
     @property
     def is_known(self) -> bool:
-        """Whether the device has finished the step. Reading the times then does not wait."""
+        """True if the device has finished the step. Reading the times then does not wait."""
         return not self._events or self._events[-1].query()
 
     def milliseconds(self) -> dict[str, float]:

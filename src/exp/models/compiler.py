@@ -208,7 +208,7 @@ class _Plain(ast.NodeTransformer):
 class _Guarded(_Plain):
     """Converts the syntax tree of a program to the guarded function.
 
-    Operations whose cost is not limited, such as a power of integers, become calls of methods of trial.Trial.
+    Operations of unlimited cost, such as a power of integers, become calls of methods of trial.Trial.
     """
 
     def guard(self, name: str, node: ast.AST, *operands: ast.expr | str) -> ast.Call:

@@ -124,7 +124,7 @@ class ProgramModel(nn.Module):
 
     @property
     def reads_training(self) -> bool:
-        """Whether a program reads `training`. A single forward pass then may not run all branches."""
+        """True if a program reads `training`. In this case, a single forward pass may not run all branches."""
         return any("training" in program.loaded for program in (self.program, *self.programs.values()))
 
     @property
@@ -260,7 +260,7 @@ class ProgramModel(nn.Module):
 
 
 class SequentialModel(ProgramModel):
-    """Container whose layers are called in order, or by a forward program. In the program, `layers` is a list."""
+    """Container that calls its layers in order, or by a forward program. In the program, `layers` is a list."""
 
 
 class ModuleListModel(ProgramModel):
@@ -268,7 +268,7 @@ class ModuleListModel(ProgramModel):
 
 
 class ModuleDictModel(ProgramModel):
-    """Container whose layers are called in order, or by a forward program. In the program, `layers` is a dict."""
+    """Container that calls its layers in order, or by a forward program. In the program, `layers` is a dict."""
 
     layers_as = "dict"
 
@@ -321,7 +321,7 @@ def _callable(name: str, value: object) -> Callable[..., object]:
 
 
 def with_forward(network: nn.Module, name: str) -> nn.Module:
-    """Return a copy of a network whose forward is another program or method of the network.
+    """Return a copy of a network that runs another program or method of the network as its forward.
 
     The copy shares layers, parameters, buffers and hooks with the network. Do not register the copy in another module,
     because that module would then contain the parameters twice.

@@ -35,7 +35,7 @@ class Freezing:
 
     @property
     def changes(self) -> bool:
-        """Whether some parameters are unfrozen in a later epoch."""
+        """True if some parameters are unfrozen in a later epoch."""
         return any(epoch < NEVER for epoch in self.until.values())
 
     def learns_at_first(self, network: nn.Module) -> bool:

@@ -77,9 +77,9 @@ def graph_of(network: nn.Module) -> fx.Graph:
 
     In a container of exp, the nodes call the layers of the container. In other modules, they call layers of torch.
 
-    A module that is not a container is traced in training mode and in evaluation mode, because torch.fx records the
-    value of `self.training` during the trace. Functional dropout would otherwise be active in evaluation. Layers read
-    their own flag when they run.
+    A module that is not a container is traced twice, in training mode and in evaluation mode. The reason is that
+    torch.fx records the value of `self.training` during the trace. Functional dropout would otherwise be active in
+    evaluation. Layers read their own flag when they run.
 
     Raises:
         ValueError: torch.fx cannot trace the module. The message contains torch's reason.

@@ -6,8 +6,8 @@
 Layers are the modules that the network's graph calls: each layer of a container, and each copy of a repeat (`stage.0`).
 A layer without parameters is in the part of the layer before it.
 
-The layers stay in the network, under their names in the state dict. A value that a later part needs is passed to that
-part, for example the input of a residual connection, or the tuple of a recurrent layer. Values without tensors (a
+The layers stay in the network, under their names in the state dict. A part receives the values of earlier parts that it
+needs. Examples are the input of a residual connection, or the tuple of a recurrent layer. Values without tensors (a
 shape, a number) are computed again in each part that needs them.
 """
 

@@ -263,8 +263,8 @@ class Trial:
 def _apply_bounded(kind: str, left: object, right: object) -> object:
     """Return the result of a binary operator on two constants.
 
-    The size of the result is limited, because Python's integers and sequences have no maximum size (`9 ** 9 ** 9`,
-    `[0] * 10 ** 10`).
+    The size of the result is limited, because Python's integers and sequences have no maximum size. Examples are
+    `9 ** 9 ** 9` and `[0] * 10 ** 10`.
 
     Raises:
         Refusal: The result would be too large.

@@ -49,7 +49,7 @@ class Matching:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the network and the weights have the same names and shapes."""
+        """True if the network and the weights have the same names and shapes."""
         return not (self.shapes or self.missing or self.unused)
 
     def summary(self, source: str) -> str:

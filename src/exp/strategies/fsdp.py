@@ -52,7 +52,7 @@ SHARD, CHECKPOINTING = "strategy.shard", "strategy.activation_checkpointing"
 class FSDP(Strategy):
     """Strategy that uses torch.distributed.fsdp.fully_shard (FSDP2). A step computes the same result as with DDP.
 
-    A unit is a module whose shards are gathered together before the module runs.
+    A unit is a module. Before the module runs, the shards of all its parameters are gathered together.
 
     Args:
         name: Name of the strategy. Default: fsdp.
@@ -60,7 +60,7 @@ class FSDP(Strategy):
             network is one additional unit. Default: auto.
         reshard_after_forward: Whether gathered weights are freed after the forward and gathered again for the backward.
             None keeps only the weights of the additional unit, because the backward needs them first. Default: None.
-        activation_checkpointing: Patterns of modules whose activations are recomputed in the backward. Default: ().
+        activation_checkpointing: Patterns of modules. The backward recomputes their activations. Default: ().
         cpu_offload: Whether shards, gradients and the optimizer step are on the CPU in a run on GPUs. Default: False.
         param_dtype: Dtype of gathered weights. None uses the dtype of the shards. Default: None.
         reduce_dtype: Dtype in which gradients are summed. None uses param_dtype. Default: None.

@@ -45,7 +45,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes reports and shows progress."""
+        """True if this rank writes reports and shows progress."""
         return self.global_rank == 0
 
 

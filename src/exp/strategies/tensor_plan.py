@@ -192,7 +192,7 @@ def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[
 
 
 def _heads(network: nn.Module, layers: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the constants whose names end with `heads`, by path of the container.
+    """Return the constants with names that end with `heads`, by path of their container.
 
     Only containers that contain a column layer are searched.
     """

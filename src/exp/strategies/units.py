@@ -1,4 +1,7 @@
-"""Units of a network: modules whose shards are gathered and freed together, or that are recomputed to save memory."""
+"""Units of a network: modules that are sharded as a whole, or that are recomputed to save memory.
+
+The shards of a unit are gathered and freed together.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def scalar_errors(network: nn.Module) -> list[ErrorDetails]:
 
 
 def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the units, and an additional unit for each layer whose dtype differs from the dtype of its unit.
+    """Return the units, and an additional unit for each layer with another dtype than its unit.
 
     The parameters of a unit are gathered as one flat tensor with one dtype, but `precision.keep` changes the dtype of
     some layers. The dtype of a unit is the dtype of its direct parameters, which are outside of its layers. If the unit

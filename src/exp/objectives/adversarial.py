@@ -1,7 +1,7 @@
 """Adversarial losses of a discriminator and a generator, computed from scores of real and generated samples.
 
-D is the discriminator's score without a sigmoid; it is high for samples that the discriminator classifies as real.
-x is a real sample, and x~ a generated sample.
+D is the score of the discriminator, without a sigmoid. A high score means that the discriminator takes the sample for
+real. x is a real sample, and x~ is a generated sample. E is the mean over samples.
 
     loss             discriminator                              generator
     non_saturating   E softplus(-D(x)) + E softplus(D(x~))      E softplus(-D(x~))      Goodfellow et al. 2014
@@ -9,7 +9,7 @@ x is a real sample, and x~ a generated sample.
     wasserstein      -E D(x) + E D(x~)                          -E D(x~)                Arjovsky et al. 2017
     least_squares    (E (D(x) - 1)^2 + E D(x~)^2) / 2           E (D(x~) - 1)^2 / 2     Mao et al. 2016
 
-arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
+The papers are arXiv:1406.2661, 1705.02894, 1701.07875 and 1611.04076.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Adversarial = Literal["non_saturating", "hinge", "wasserstein", "least_squares"]
 Formula = Callable[[Tensor], Tensor]
 
-# Three functions of a score for each loss: the discriminator's loss of a real sample, the discriminator's loss of a
-# generated sample, and the generator's loss of a generated sample.
+# For each loss, three functions of a score. They return the discriminator's loss of a real sample, the discriminator's
+# loss of a generated sample, and the generator's loss of a generated sample.
 FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
     "non_saturating": (lambda real: softplus(-real), softplus, lambda fake: softplus(-fake)),
     "hinge": (lambda real: relu(1 - real), lambda fake: relu(1 + fake), lambda fake: -fake),
@@ -49,9 +49,10 @@ class DiscriminatorLoss(AbstractTerm):
 
     Args:
         weight: The factor of this term in the objective, default 1.
-        loss: A loss in the table of this module, default `non_saturating`.
-        real: The name of the scores of real samples, `[B, ...]`.
-        fake: The name of the scores of generated samples, `[B, ...]`.
+        loss: `non_saturating` (default), `hinge`, `wasserstein` or `least_squares`. The table at the top of this module
+            has the formulas.
+        real: The name of the scores of real samples, `[B, ...]`. Default: `real_score`.
+        fake: The name of the scores of generated samples, `[B, ...]`. Default: `fake_score`.
     """
 
     selects = ("real", "fake")
@@ -69,7 +70,11 @@ class DiscriminatorLoss(AbstractTerm):
         self.loss_name, self.real, self.fake = loss, real, fake
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the loss, 0-d. Raise RunError if a score is missing."""
+        """Return the loss as a 0-d tensor.
+
+        Raises:
+            RunError: The network returns no scores with one of the two names.
+        """
         real, fake = (full(pick(values, name, "score")) for name in (self.real, self.fake))
         return self._of_real(real).mean() + self._of_fake(fake).mean()
 
@@ -79,8 +84,9 @@ class GeneratorLoss(AbstractTerm):
 
     Args:
         weight: The factor of this term in the objective, default 1.
-        loss: A loss in the table of this module, default `non_saturating`.
-        fake: The name of the scores of generated samples, `[B, ...]`.
+        loss: `non_saturating` (default), `hinge`, `wasserstein` or `least_squares`. The table at the top of this module
+            has the formulas.
+        fake: The name of the scores of generated samples, `[B, ...]`. Default: `fake_score`.
     """
 
     selects = ("fake",)
@@ -91,5 +97,9 @@ class GeneratorLoss(AbstractTerm):
         self.loss_name, self.fake = loss, fake
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the loss, 0-d. Raise RunError if the score is missing."""
+        """Return the loss as a 0-d tensor.
+
+        Raises:
+            RunError: The network returns no scores with the name `fake`.
+        """
         return self._of_fake(full(pick(values, self.fake, "score"))).mean()

@@ -1,4 +1,4 @@
-"""Consistency loss: two forward passes of a batch should agree under dropout and noise."""
+"""Consistency loss, which compares two forward passes of the same batch under dropout and noise."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ Distance = Literal["mse", "kl"]
 class Consistency(AbstractTerm):
     """The distance between the outputs of two forward passes with different random numbers.
 
-    `mse`: the mean squared difference of the probabilities, (1/BC) sum || softmax(z1) - softmax(z2) ||^2.
+    z1 and z2 are the scores of the two passes for B samples and C classes. p1 and p2 are their softmax.
+
+    `mse`: the mean squared difference of the probabilities, (1/BC) sum || p1 - p2 ||^2.
         Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.
     `kl`: half the sum of the two Kullback-Leibler divergences, (KL(p1 || p2) + KL(p2 || p1)) / 2.
         Wu et al. 2021, "R-Drop: Regularized Dropout for Neural Networks", arXiv:2106.14448, equation 2.
 
-    The other terms of the objective use the first pass. In evaluation, dropout is off, and this term is 0.
+    Other terms of the objective use the first pass. In evaluation, dropout is off, so this term is 0.
 
     Args:
         weight: The factor of this term in the objective, default 1.
-        output: The name of the scores to compare, `[..., V]`.
+        output: The name of the scores to compare, `[..., C]`. Default: `output`.
         distance: `mse` (default) or `kl`.
     """
 
@@ -39,7 +41,11 @@ class Consistency(AbstractTerm):
         self.output, self.distance = output, distance
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the distance, 0-d. Raise RunError if the output is missing."""
+        """Return the distance as a 0-d tensor.
+
+        Raises:
+            RunError: The network returns no scores with the name `output`.
+        """
         assert passes is not None
         first, second = (full(pick(given, self.output, "output")) for given in (values, passes.run()))
         if self.distance == "mse":

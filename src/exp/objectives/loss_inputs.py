@@ -1,9 +1,7 @@
-"""Selection of a loss's inputs by name.
+"""Selection of the inputs of a loss by name, with checks of their shapes and dtypes.
 
-Inputs are converted to full precision, and their shapes and dtypes are checked.
-
-torch would broadcast [B, 1] and [B] to [B, B], and the training would be meaningless. This module raises an error
-instead.
+Inputs in half precision are converted to float32. For an output [B, 1] and a target [B], torch would broadcast both to
+[B, B] and compute a meaningless loss. This module raises an error for such shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from exp.errors import RunError
 from exp.shared_types import dtype_name
 from exp.spelling import did_you_mean
 
-# The values of a step by name: `output`, `target`, `input`, and the names that the network and the batch return.
+# The values of a step by name: `output`, `target`, `input`, and the names in mappings that the network and the data set
+# return.
 Values = Mapping[str, Any]
 HALF = (torch.float16, torch.bfloat16)
 # Losses that compare output and target element by element.
@@ -29,18 +28,19 @@ ELEMENTWISE = (
 
 
 def pick(values: Values, name: str, role: str) -> Tensor:
-    """Return the tensor with a name.
-
-    Raise RunError if no value has this name; the message proposes the closest name.
+    """Return the tensor with a given name.
 
     Args:
         values: The values of the step by name.
         name: The name.
-        role: The use of the tensor, for the message, such as "output".
+        role: The use of the tensor for the error message, such as "output".
+
+    Raises:
+        RunError: No value has this name, or the value is not a tensor. The message proposes the closest name.
     """
     if name in values:
         value = values[name]
-        if type(value) is Tensor or isinstance(value, Tensor):  # the first takes a third of the time
+        if type(value) is Tensor or isinstance(value, Tensor):  # the comparison of types takes a third of the time
             return value
         if not isinstance(value, Mapping):
             raise RunError(f"the {role} of a term must be a tensor, but {name!r} is a {type(value).__name__}")
@@ -49,13 +49,13 @@ def pick(values: Values, name: str, role: str) -> Tensor:
 
 
 def unknown_value(reader: str, name: str, known: Iterable[str], *, fix: str | None = None) -> str:
-    """Return the error message for a name that no value has.
+    """Return the error message for an unknown name of a value.
 
     Args:
-        reader: The reader of the value, for the message.
+        reader: The subject of the message, such as "a term's output".
         name: The unknown name.
         known: The names of all values.
-        fix: An additional fix.
+        fix: An additional sentence that states a fix. Default: None.
     """
     names = sorted(known)
     text = f"{reader} is {name!r}, a name that neither network nor batch returns. Known names: {', '.join(names)}."
@@ -63,7 +63,16 @@ def unknown_value(reader: str, name: str, known: Iterable[str], *, fix: str | No
 
 
 def names_of_values(inputs: Mapping[str, str] | None, *, output: str, target: str) -> dict[str, str]:
-    """Return the names of the values that a loss or a metric reads, by config key below its section."""
+    """Return the names of the values that a loss or a metric reads.
+
+    Args:
+        inputs: Names of values by parameter. None if the loss or metric takes an output and a target.
+        output: The name of the output.
+        target: The name of the target.
+
+    Returns:
+        The names by their config key relative to the loss or metric: `output` and `target`, or `inputs.PARAMETER`.
+    """
     if inputs is not None:
         return {f"inputs.{parameter}": name for parameter, name in inputs.items()}
     return {"output": output, "target": target}
@@ -75,7 +84,11 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
-    """Return the target of an elementwise loss in the output's dtype. Raise RunError if the shapes differ."""
+    """Return the target of an elementwise loss in the dtype of the output.
+
+    Raises:
+        RunError: Output and target have different shapes.
+    """
     if output.shape != target.shape:
         raise RunError(
             f"{type(loss).__name__} needs equal shapes, but the output has the shape {list(output.shape)} and the "
@@ -85,7 +98,7 @@ def match_target(loss: nn.Module, output: Tensor, target: Tensor) -> Tensor:
 
 
 def require_classes_last(loss: nn.Module, output: Tensor, target: Tensor) -> None:
-    """Raise RunError unless the output is `[..., V]` and the target is `[...]` with integer class numbers."""
+    """Raise RunError unless the output is `[..., V]` for V classes and the target is `[...]` with class numbers."""
     name = type(loss).__name__
     if output.dim() < 2 or output.shape[:-1] != target.shape:
         raise RunError(
@@ -108,7 +121,7 @@ def _elementwise_fix(output: Tensor, target: Tensor) -> str:
 
 
 def classes_fix(output: Tensor, target: Tensor) -> str:
-    """Return the fix of a target that does not match the scores of the classes."""
+    """Return the fix for a target with a shape or dtype that does not match the scores of the classes."""
     if target.shape == (*output.shape[:-1], 1):
         return "Remove the target's last axis, which has length 1"
     if target.shape == output.shape and not target.is_floating_point():

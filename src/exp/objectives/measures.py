@@ -1,7 +1,7 @@
-"""Metrics, together with the values they compare and the names of the numbers they return.
+"""Metrics of a run, with the names of the values that they read and of the numbers that they return.
 
-This module uses private names of torchmetrics (1.9), and tests cover them: `_update_count`, `_reductions` and
-`_defaults`.
+This module uses the private names `_update_count`, `_reductions` and `_defaults` of torchmetrics 1.9. Tests cover these
+names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from exp.objectives.metrics import AUROC
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
 
-# Metrics of torchmetrics that take probabilities or convert scores to probabilities. SCORES pairs them with the losses
-# that apply the same conversion, a softmax or a sigmoid.
+# Metrics of torchmetrics that compute with probabilities: of classes, by a softmax of the scores (OF_CLASSES), or of
+# yes-or-no answers, by a sigmoid (OF_ANSWERS). SCORES pairs these metrics with the losses that apply the same function.
 OF_CLASSES = (
     classification.MulticlassPrecisionRecallCurve,
     classification.MulticlassCalibrationError,
@@ -50,23 +50,24 @@ ENTRIES = "a number, or a vector, mapping or tuple of numbers with the same leng
 
 
 class EntryError(RunError):
-    """A metric returns a value that is neither a number nor a collection of numbers."""
+    """Error of a metric that returns neither a number nor a collection of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A metric, and the names of the values that it compares.
+    """A metric, with the names of the values that the metric reads.
 
     Args:
-        name: The name in the config.
+        name: The name of the metric in the config.
         metric: A metric of torchmetrics.
-        output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
-        target: The name of the target: `target`, or a name in the mapping that the network or the data set returns.
-        inputs: The values of a metric that does not take (output, target). It maps the parameters of `update` to names
-            of values, such as {value: error, weight: size} for torchmetrics' MeanMetric.
-        are_scores: Whether outputs are scores, which exp converts to probabilities. Without this conversion,
-            torchmetrics decides for each batch: a small batch with all scores between 0 and 1 would count as
-            probabilities.
+        output: The name of the output: `output` (default), or a name in the mapping that the network or the data set
+            returns.
+        target: The name of the target: `target` (default), or a name in the mapping that the network or the data set
+            returns.
+        inputs: Names of values by parameter of `update`, for a metric that does not take an output and a target. For
+            torchmetrics' MeanMetric, an example is {value: error, weight: size}. Default: None.
+        are_scores: Whether exp converts outputs from scores to probabilities. Default: false. If false, torchmetrics
+            decides for each batch, and takes scores for probabilities if all of them are between 0 and 1.
 
     Raises:
         ValueError: `inputs` is set together with `output` or `target`.
@@ -85,12 +86,12 @@ class Measure:
 
     @property
     def key(self) -> str:
-        """The config key of this metric."""
+        """The config key of the metric, such as `metrics.accuracy`."""
         return f"metrics.{self.name}"
 
     @property
     def is_known(self) -> bool:
-        """Whether the metric and all metrics in it are classes of a library, not of the user."""
+        """True if the classes of the metric and of all metrics inside it are from a library, not from the user."""
         return all(
             isinstance(part, Metric | MetricCollection) and type(part).__module__.partition(".")[0] in LIBRARIES
             for part in self.metric.modules()
@@ -98,23 +99,26 @@ class Measure:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names of the values that the metric reads, by config key below its section."""
+        """The names of the values that the metric reads, by config key relative to the metric, such as `output`."""
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     @property
     def parts(self) -> Iterator[tuple[str, Metric]]:
-        """The metrics with states, by path. A collection contains several. The path of the metric itself is empty."""
+        """The metrics that have states, each with its path inside this metric.
+
+        A collection contains several metrics. The path of the metric itself is empty.
+        """
         yield from ((path, part) for path, part in self.metric.named_modules() if isinstance(part, Metric))
 
     def clone(self) -> Measure:
-        """Return a copy with empty states."""
+        """Return a copy of the metric with empty states."""
         return replace(self, metric=self.metric.clone())
 
     def read(self, values: Values) -> dict[str, object]:
-        """Return the values that the metric needs by name, detached.
+        """Return the values that the metric reads, by name. Tensors are detached from the graph.
 
         Raises:
-            RunError: A value does not exist. The message proposes the closest name.
+            RunError: A name has no value. The message proposes the closest name.
         """
         for key, name in self.names.items():
             if name not in values:
@@ -123,10 +127,12 @@ class Measure:
         return {name: map_tensors(values[name], Tensor.detach) for name in self.names.values()}
 
     def update(self, read: Mapping[str, object]) -> None:
-        """Add a batch to the metric. The sums of torchmetrics are float64 for every precision of the network.
+        """Add a batch to the metric.
+
+        The sums in metrics of torchmetrics are float64, independent of the precision of the network.
 
         Args:
-            read: The values that `read` returned.
+            read: The result of the method `read` for the batch.
 
         Raises:
             RunError: The metric rejects the values.
@@ -163,9 +169,10 @@ class Measure:
 
     @cached_property
     def is_doubled(self) -> bool:
-        """Whether the metric receives float64 values.
+        """True if the metric receives float64 values.
 
-        This is true for metrics of torchmetrics that sum or sort, and do not only count classes.
+        This is the case for metrics of torchmetrics that sum or sort values. It is not the case for metrics that only
+        count classes.
         """
         held = [state for _, part in self.parts for state in part.metric_state.values()]
         sums = any(isinstance(state, list) or state.is_floating_point() for state in held)
@@ -173,9 +180,10 @@ class Measure:
         return self.is_known and is_theirs and (sums or any(isinstance(part, OF_ANSWERS) for _, part in self.parts))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the results over all ranks, 0-d, by name; see entries_of. The name of a single number is empty.
+        """Return the numbers of the metric over all ranks. Every rank must call this method.
 
-        Every rank must call this method.
+        Returns:
+            0-d tensors by the names that `entries_of` gives them. The name of a single number is empty.
 
         Raises:
             EntryError: The metric returns something other than numbers.
@@ -192,9 +200,11 @@ class Measure:
             raise EntryError(f"{got}; expected {ENTRIES}") from error
 
     def states(self) -> dict[str, State]:
-        """Return copies of the states, combined over all ranks, by path and name. Every rank must call this method.
+        """Return copies of the states, combined over all ranks. Every rank must call this method.
 
-        If torchmetrics neither adds nor concatenates a state, the copy has one element for each rank, `[ranks, ...]`.
+        Returns:
+            States by `path.name`. If torchmetrics neither adds nor concatenates a state, the copy has one element for
+            each rank, `[ranks, ...]`.
         """
         fill_empty_states(self)
         found = {}
@@ -208,20 +218,19 @@ class Measure:
     def restore(self, states: Mapping[str, State], *, rank: int, ranks: int) -> None:
         """Restore saved states.
 
-        Rank 0 continues from the combined states, and the other ranks start with empty states.
-
-        States that torchmetrics does not combine are restored on each rank.
+        Rank 0 receives the combined states, and the other ranks start with empty states. If torchmetrics does not
+        combine a state, each rank receives the state that this rank saved.
 
         Args:
-            states: The states that `states` returned.
-            rank: The rank.
-            ranks: The number of ranks.
+            states: The result of the method `states`.
+            rank: The rank of this process.
+            ranks: The number of ranks of the run.
 
         Raises:
-            RunError: The number of ranks has changed, and a state is not combined over ranks.
+            RunError: The number of ranks has changed, and torchmetrics does not combine a state.
         """
         for path, part in self.parts:
-            # The metric is converted first, so that its restored states have the same dtypes on all ranks.
+            # Convert the metric before its states are set, so that the states have the same dtypes on all ranks.
             self._double_states(part.device)
             own: dict[str, State] = {
                 name: states[_join(path, name)] for name in part.metric_state if _join(path, name) in states
@@ -236,8 +245,8 @@ class Measure:
                 if rank == 0 or name in apart:
                     is_list = isinstance(part.metric_state[name], list)
                     setattr(part, name, [state] if is_list and isinstance(state, Tensor) else state)
-                    # Without this count, compute warns that update was never called. torchmetrics has no public way to
-                    # set it (seen in 1.9).
+                    # Without this count, compute warns that update was never called. torchmetrics 1.9 has no public way
+                    # to set the count.
                     part._update_count = 1
 
     def _own_share(self, part: Metric, name: str, state: Tensor, *, rank: int, ranks: int) -> Tensor:
@@ -254,14 +263,14 @@ class Measure:
 
 
 def as_measure(name: str, metric: Measure | Metric | MetricCollection) -> Measure:
-    """Return a metric as a Measure. A metric without names compares `output` with `target`."""
+    """Return a metric as a Measure. A metric of torchmetrics reads the values `output` and `target`."""
     return metric if isinstance(metric, Measure) else Measure(name=name, metric=metric)
 
 
 def as_scored(measure: Measure, objective: Objective) -> Measure:
-    """Return the measure with are_scores=True if a loss of the same output applies a softmax or sigmoid to it.
+    """Return the measure with are_scores=True if a loss applies a softmax or sigmoid to the same output.
 
-    For other outputs, torchmetrics decides for each batch whether they are scores.
+    Otherwise, the measure is returned unchanged.
     """
     parts = [part for _, part in measure.parts]
     losses = tuple(loss for kinds, loss in SCORES if any(isinstance(part, kinds) for part in parts))
@@ -273,13 +282,19 @@ def as_scored(measure: Measure, objective: Objective) -> Measure:
 
 
 def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the numbers in a metric's value with their names.
+    """Yield the name and the value of each number in the result of a metric.
 
-    A single number has an empty name. The names are 0, 1, 2 and so on in a vector or a tuple, and the keys in a
-    mapping. The numbers of a vector in a mapping or a tuple have both names: `recall/3`.
+    The name of a single number is empty. In a vector or a tuple, the names are 0, 1, 2 and so on. In a mapping, the
+    names are the keys. For a vector in a mapping or a tuple, both names are joined, as in `recall/3`.
+
+    Args:
+        value: The result of a metric's `compute`.
+
+    Yields:
+        The name, and the number as a 0-d tensor.
 
     Raises:
-        EntryError: The value contains a matrix, or something other than numbers.
+        EntryError: The result contains a matrix, or a value that is not a number.
     """
     if isinstance(value, bool | int | float):
         value = torch.tensor(value)
@@ -304,20 +319,18 @@ def entry_tag(name: str, stage: str, entry: str) -> str:
 
     Args:
         name: The name of the metric.
-        stage: The stage.
-        entry: The name of the number; empty if the metric returns a single number.
+        stage: The stage: train, val or test.
+        entry: The name of the number. Empty if the metric returns a single number.
     """
     return f"{name}/{stage}/{entry}" if entry else f"{name}/{stage}"
 
 
 def fill_empty_states(measure: Measure) -> None:
-    """Give a rank without samples empty states with the shapes and dtypes of the other ranks.
+    """Set the states of a rank without samples to empty states with the shapes and dtypes of the other ranks.
 
-    Every rank must call this.
-
-    torchmetrics gathers states without comparing them. An initial state has other axes and dtypes than the state after
-    a batch, and so does torchmetrics' placeholder for an empty list (seen in 1.9). The ranks would hang, read garbage
-    or abort.
+    Every rank must call this function. torchmetrics 1.9 gathers states without a comparison of their shapes. A rank
+    without samples has initial states and placeholders for empty lists, with other shapes and dtypes than the states
+    after a batch. The ranks would hang, read wrong memory or abort.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -340,7 +353,7 @@ def fill_empty_states(measure: Measure) -> None:
 
 
 def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return the shape and dtype of a state, or of the first tensor in a list; None for an empty list."""
+    """Return the shape and dtype of a state, or of the first tensor in a list. Return None for an empty list."""
     if isinstance(state, Tensor):
         return tuple(state.shape), state.dtype
     return _form(state[0]) if state else None
@@ -348,9 +361,13 @@ def _form(state: State) -> tuple[tuple[int, ...], torch.dtype] | None:
 
 @contextmanager
 def _named_errors(measure: Measure, doing: str) -> Iterator[None]:
-    """Convert errors of a library's metric to RunError, and StopIteration of any metric to UserCodeError.
+    """Convert exceptions of a metric to errors that name the metric.
 
-    Both name the metric.
+    An exception of a library's metric becomes a RunError. A StopIteration of any metric becomes a UserCodeError.
+
+    Args:
+        measure: The metric.
+        doing: The called method, for the message: update or compute.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Metrics of scores with the classes on the last axis, and metrics that torchmetrics does not have."""
+"""Metrics of scores with the classes on the last axis, and metrics that are missing in torchmetrics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from exp.objectives.loss_inputs import require_classes_last
 
 
 class Accuracy(MulticlassAccuracy):
-    """torchmetrics' MulticlassAccuracy of scores `[..., V]` against class numbers `[...]`."""
+    """torchmetrics' MulticlassAccuracy of scores `[..., V]` for V classes against class numbers `[...]`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(*_rows(self, output, target))
 
 
 class F1(MulticlassF1Score):
-    """torchmetrics' MulticlassF1Score of scores `[..., V]` against class numbers `[...]`."""
+    """torchmetrics' MulticlassF1Score of scores `[..., V]` for V classes against class numbers `[...]`."""
 
     def update(self, output: Tensor, target: Tensor) -> None:
         super().update(*_rows(self, output, target))
@@ -33,8 +33,8 @@ class AUROC(MulticlassAUROC):
     """torchmetrics' MulticlassAUROC of scores or probabilities `[..., V]` against class numbers `[...]`.
 
     Args:
-        thresholds: The number of thresholds of an approximation in constant memory. None computes the exact value, and
-            needs 8 * (V + 1) bytes per sample until the stage ends.
+        thresholds: The number of thresholds of an approximation, which needs constant memory. None computes the exact
+            value, which needs 8 * (V + 1) bytes per sample until the end of the stage.
     """
 
     def update(self, output: Tensor, target: Tensor) -> None:
@@ -43,10 +43,10 @@ class AUROC(MulticlassAUROC):
 
 
 class R2(Metric):
-    """Coefficient of determination of outputs and targets `[B]` or `[B, D]`. The result is the mean over D.
+    """Coefficient of determination of outputs and targets, both `[B]` or `[B, D]`. The result is the mean over D.
 
-    The metric sums deviations from one of the targets, in float64, because sums of squares of large targets would lose
-    the deviations to rounding.
+    The metric sums the deviations of the targets from one of the targets, in float64. Sums of squares of large targets
+    would be too inexact.
     """
 
     full_state_update = False
@@ -57,11 +57,16 @@ class R2(Metric):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # Count, origin, sums of deviations from the origin, of their squares, and of squared residuals: `[5, D]`.
+        # Rows of `[5, D]`: count, origin, sum of deviations from the origin, sum of squared deviations, sum of squared
+        # residuals.
         self.add_state("moments", torch.zeros(5, 1), dist_reduce_fx=_join_moments)
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Add a batch. Raise ValueError unless both shapes are `[B]` or both are `[B, D]`."""
+        """Add a batch to the metric.
+
+        Raises:
+            ValueError: The shapes are neither both `[B]` nor both `[B, D]`.
+        """
         if output.shape != target.shape or output.dim() not in (1, 2):
             raise ValueError(f"R2 needs equal shapes [B] or [B, D], not {list(output.shape)} and {list(target.shape)}")
         dtype = summing_dtype(target.device)
@@ -72,9 +77,12 @@ class R2(Metric):
         self.moments = _join_moments(torch.stack([self.moments.to(dtype).expand_as(batch), batch]))
 
     def compute(self) -> Tensor:
-        """Return the mean over outputs, 0-d.
+        """Return the coefficient of determination as a 0-d tensor, averaged over the D columns.
 
-        If all targets are equal, the value of an output is 1 if it is exact, otherwise 0.
+        If all targets in a column are equal, the value is 1 if all outputs are exact, and otherwise 0.
+
+        Raises:
+            ValueError: The metric has less than two samples.
         """
         count, _, first, second, residual = self.moments
         if count[0] < 2:
@@ -84,10 +92,10 @@ class R2(Metric):
 
 
 def _join_moments(moments: Tensor) -> Tensor:
-    """Return the moments of R2 over all sets of samples, `[5, D]`.
+    """Return the moments of R2 over several sets of samples, `[5, D]`.
 
     Args:
-        moments: The moments of each of R sets, `[R, 5, D]`.
+        moments: The moments of each set, `[R, 5, D]` for R sets.
     """
     counts, origins, firsts, seconds, residuals = moments.unbind(1)
     origin = origins[counts[:, 0].argmax()]
@@ -98,7 +106,9 @@ def _join_moments(moments: Tensor) -> Tensor:
 
 
 class BitsPerCharacter(Metric):
-    """Mean cross entropy in bits of scores `[..., V]` against class numbers `[...]`. It is log2 of the perplexity.
+    """Mean cross entropy in bits, which is log2 of the perplexity.
+
+    The metric compares scores `[..., V]` for V classes with class numbers `[...]`.
 
     Args:
         ignore_index: The class number to ignore, default -100.
@@ -118,26 +128,29 @@ class BitsPerCharacter(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        """Add the characters of a batch."""
+        """Add the characters of a batch to the metric."""
         scores, classes = _rows(self, output, target)
         each = functional.cross_entropy(scores, classes, ignore_index=self.ignore_index, reduction="none")
         self.nats = self.nats + each.sum(dtype=summing_dtype(each.device))
         self.count += (classes != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
-        """Return the bits per character, 0-d."""
+        """Return the bits per character as a 0-d tensor."""
         return self.nats / (self.count * math.log(2.0))
 
 
 class Perplexity(BitsPerCharacter):
-    """Exponential of the mean cross entropy in nats of scores `[..., V]` against class numbers `[...]`."""
+    """Perplexity, which is the exponential of the mean cross entropy in nats.
+
+    The metric compares scores `[..., V]` for V classes with class numbers `[...]`.
+    """
 
     def compute(self) -> Tensor:
-        """Return the perplexity, 0-d, 1 or more."""
+        """Return the perplexity as a 0-d tensor. The value is at least 1."""
         return (self.nats / self.count).exp()
 
 
 def _rows(metric: Metric, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     require_classes_last(metric, output, target)
-    # AUROC sorts and cross entropy sums: both lose digits in half precision.
+    # AUROC sorts scores and cross entropy sums them, and both are inexact in half precision.
     return output.flatten(end_dim=-2).to(at_least_float32(output.dtype)), target.flatten()

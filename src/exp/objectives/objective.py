@@ -1,8 +1,8 @@
 """The objective: a weighted sum of named terms. Its value is the loss that the network is trained on.
 
-A cross entropy with class weights or ignored targets divides by the total weight of its targets. If each rank divided
-by its own total weight, the mean over ranks would differ from the loss of a single process. Such a mean is therefore
-weighted by its divisor, over ranks and over the batches of a stage.
+A cross entropy with class weights or ignored targets is a sum divided by the total weight of the targets. This divisor
+differs between ranks, so a plain mean over ranks would differ from the loss of a single process. Such losses are
+therefore averaged over ranks and batches with their divisors as weights.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from exp.spelling import did_you_mean
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# A mean, 0-d, and the divisor of the sum in the mean.
+# A mean as a 0-d tensor, and the divisor of this mean, such as the number of samples.
 Mean = tuple[Tensor, Tensor | float]
-# Losses that may divide by the weight of targets instead of their number.
+# Losses that may divide by the total weight of the targets instead of the number of targets.
 ByWeight = CrossEntropy | NLL | nn.CrossEntropyLoss | nn.NLLLoss
 
 
 class Term(AbstractTerm):
-    """A loss that compares one output of the network with one target.
+    """A term of the objective that calls a loss, usually with an output of the network and a target.
 
     Args:
         loss: A module that is called with (output, target) and returns a 0-d tensor, such as torch.nn.MSELoss. If the
             module declares `needs` (objectives/term.py), it is called with (output, target, passes).
-        weight: The factor of this term in the objective, default 1.
-        output: The name of the output: `output`, or a name in the mapping that the network or the data set returns.
-        target: The name of the target, default `target`.
-        inputs: The values of a loss that does not take (output, target). It maps the parameters of `forward` to names
-            of values, such as {input: mean, target: target, var: variance} for torch.nn.GaussianNLLLoss.
+        weight: The factor of this term in the objective. Default: 1.
+        output: The name of the output: `output` (default), or a name in the mapping that the network or the data set
+            returns.
+        target: The name of the target. Default: `target`.
+        inputs: Names of values by parameter of `forward`, for a loss that does not take an output and a target. For
+            torch.nn.GaussianNLLLoss, an example is {input: mean, target: target, var: variance}. Default: None.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Term(AbstractTerm):
         by_position = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         required = [one.name for one in by_position if one.default is one.empty]
         if inputs is not None and len(required) == 2 and inputs.keys() == set(required):
-            # A loss with two required parameters is called with (output, target), by position.
+            # A loss with two required parameters is called with an output and a target by position.
             output, target = (inputs[parameter] for parameter in required)
             inputs = None
         self.loss = loss
@@ -84,10 +85,14 @@ class Term(AbstractTerm):
         return names_of_values(self.inputs, output=self.output, target=self.target)
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """Return the divisor of the mean over these values: of the loss's method `divisor`, or of a loss of torch.
+        """Return the divisor of the mean over a batch. Return None if the divisor is the number of samples.
 
-        The loss's method `divisor` is called with the same arguments as the loss. Before the forward pass, the values
-        of the network are None.
+        If the loss has a method `divisor`, this method is called with the same arguments as the loss. Before the
+        forward pass, its arguments from the network are None. For a loss of torch, the divisor is the number or the
+        total weight of the targets.
+
+        Args:
+            values: The values of the batch by name.
         """
         if self._is_weighed and not self._is_by_weight:
             divisor = cast("Callable[..., Tensor | float]", self.loss.divisor)
@@ -98,7 +103,7 @@ class Term(AbstractTerm):
         name = self.target if self.inputs is None else self.inputs.get("target")
         if name is None or not (self._is_by_weight or is_by_number):
             return None
-        # The output is not read, because `full` copies scores in half precision.
+        # Do not read the output, because `full` would copy scores in half precision.
         target = pick(values, name, "target")
         return total_weight(cast(ByWeight, self.loss), full(target)) if self._is_by_weight else float(target.numel())
 
@@ -111,14 +116,19 @@ class Term(AbstractTerm):
         return counted_mean(cast(ByWeight, module), output, full(pick(values, self.target, "target")))
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the unweighted loss, 0-d, in float32, or in float64 if the output is float64.
+        """Return the unweighted loss as a 0-d tensor, in float32, or in float64 if the output is float64.
+
+        Args:
+            values: The values of the step by name.
+            batch: Not used. Default: None.
+            passes: Additional passes, for a loss with `needs`. Default: None.
 
         Raises:
-            RunError: A value does not exist, a shape does not match, or the loss is not a single number.
+            RunError: A value is missing, a shape does not match, or the loss is not a single number.
         """
         if self._is_by_weight:
             return self.weigh(values)[0]
-        module = self.loss  # once: nn.Module's attribute lookup takes a microsecond
+        module = self.loss  # read only once, because the attribute lookup of nn.Module takes a microsecond
         given: dict[str, object] = dict(self._arguments(values))
         if passes is not None:
             given["passes"] = passes
@@ -135,7 +145,7 @@ class Term(AbstractTerm):
 
         Args:
             values: The values of the step by name.
-            is_partial: Whether a value that does not exist is None. Otherwise it is an error.
+            is_partial: Whether missing values become None instead of an error. Default: false.
         """
         inputs = {"output": self.output, "target": self.target} if self.inputs is None else self.inputs
         found = {
@@ -150,15 +160,15 @@ class Term(AbstractTerm):
 
 
 class Objective(nn.Module):
-    """The weighted sum of terms, computed in full precision for every precision of the network.
+    """The weighted sum of terms. It is computed in float32 or float64, also if the network uses half precision.
 
     Args:
-        terms: The terms by name. A loss module becomes a term of weight 1. The names appear in the TensorBoard tags
-            `loss/<stage>/<term>`.
+        terms: The terms by name. A loss module becomes a term with the weight 1. The names appear in the TensorBoard
+            tags `loss/<stage>/<term>`.
 
     Attributes:
-        needs: The needs of all terms; see NEEDS in objectives/term.py.
-        weighed: The names of the terms that divide by their `divisor` instead of the number of samples.
+        needs: The needs of all terms. NEEDS in objectives/term.py describes them.
+        weighed: The names of the weighed terms. These terms divide by their `divisor` instead of the number of samples.
 
     Raises:
         RunError: There is no term.
@@ -171,10 +181,11 @@ class Objective(nn.Module):
         super().__init__()
         if not terms:
             raise RunError("the objective has no terms; expected at least one, such as objective=[cross_entropy]")
-        # A plain mapping, because an nn.ModuleDict rejects names such as `update` and is slow. The ModuleList registers
-        # the terms.
+        # A plain dict, because an nn.ModuleDict rejects names such as `update` and is slow. The ModuleList below
+        # registers the terms.
         self.terms = {name: term if isinstance(term, AbstractTerm) else Term(loss=term) for name, term in terms.items()}
-        # The config key of each term's loss. A loss without a Term has the key of the term itself.
+        # The config key of the loss of each term. If the config has a loss instead of a Term, this is the key of the
+        # term.
         self.loss_keys = {
             name: f"objective.{name}.loss" if terms[name] is term else f"objective.{name}"
             for name, term in self.terms.items()
@@ -186,27 +197,27 @@ class Objective(nn.Module):
                 _require_mean(term.loss, key=self.loss_keys[name], weight=f"objective.{name}.weight")
         self._terms = nn.ModuleList(self.terms.values())
         self.weighed = tuple(name for name, term in self.terms.items() if term.is_weighed)
-        # This rank's mean of each term at the last call, and the divisor of each weighed term.
+        # From the last call: the mean of each term over the samples of this rank, and the divisor of each weighed term.
         self._own: dict[str, Tensor] = {}
         self._divisors: dict[str, Tensor | float] = {}
         compared = [term for term in self.terms.values() if isinstance(term, Term)]
         self._output = next((next(iter(term.names.values())) for term in compared), None)
 
     def needs_of(self, name: str) -> frozenset[str]:
-        """Return the needs of a term and its loss."""
+        """Return the needs of a term and of the loss in the term."""
         return self._needs[name]
 
     @property
     def differentiated_twice(self) -> list[str]:
-        """The names of the terms that contain a gradient, so that their backward differentiates a gradient."""
+        """The names of the terms that contain a gradient. The backward of such a term differentiates this gradient."""
         return [name for name, needs in self._needs.items() if needs & TWICE]
 
     def means(self, values: Values, parts: Mapping[str, Tensor], *, size: int) -> list[Mean]:
         """Return the mean and the divisor of each term, for a batch that is not divided among ranks.
 
         Args:
-            values: The values of the last call of the objective.
-            parts: The unweighted loss of each term in that call.
+            values: The values that the last call of the objective received.
+            parts: The unweighted loss of each term that the last call returned.
             size: The number of samples in the batch.
         """
         found: list[Mean] = []
@@ -216,9 +227,12 @@ class Objective(nn.Module):
         return found
 
     def own_means(self, batch: Batch) -> list[Mean]:
-        """Return the mean and divisor of each term over this rank's samples in the last call.
+        """Return the mean and the divisor of each term over the samples of this rank, from the last call.
 
-        For a placeholder sample on a rank without samples, both are 0.
+        A rank without samples computes a placeholder sample. In this case, the mean and the divisor are 0.
+
+        Args:
+            batch: The samples of this rank.
         """
         if not batch.size:
             return [(torch.zeros_like(mean), 0.0) for mean in self._own.values()]
@@ -227,18 +241,18 @@ class Objective(nn.Module):
     def step_weights(
         self, batches: Sequence[Batch], named: Callable[[object], Values], *, device: torch.device
     ) -> StepWeights:
-        """Return the divisors of an optimizer step over several micro-batches, before the first forward pass.
+        """Return the divisors of the weighed terms for an optimizer step over several micro-batches.
 
-        Every rank must call this method.
+        Every rank must call this method before the first forward pass of the step.
 
         Args:
-            batches: This rank's samples of each micro-batch.
-            named: Returns the values of a batch's data by name, on the device. It is called only if there are weighed
-                terms.
-            device: The device.
+            batches: The samples of this rank in each micro-batch.
+            named: Function that returns the values in the data of a batch by name, on the device. It is called only if
+                there are weighed terms.
+            device: The device of the computation.
 
         Raises:
-            ConfigError: A divisor needs the network's output.
+            ConfigError: The divisor of a term needs the output of the network.
         """
         size = sum(batch.global_size for batch in batches) / len(batches)
         if not self.weighed:
@@ -253,13 +267,13 @@ class Objective(nn.Module):
         return StepWeights(len(batches), size, dict(zip(names, means.unbind(), strict=True)))
 
     def known_divisors(self, values: Values) -> dict[str, Tensor | float]:
-        """Return the divisors of the weighed terms before the forward pass.
+        """Return the divisors of the weighed terms, by name of the term, before the forward pass.
 
         Args:
             values: The values of a batch by name, without the network's output.
 
         Raises:
-            ConfigError: A divisor needs the network's output.
+            ConfigError: The divisor of a term needs the output of the network.
         """
         found: dict[str, Tensor | float] = {}
         for name in self.weighed:
@@ -273,10 +287,10 @@ class Objective(nn.Module):
         return found
 
     def only(self, names: Collection[str]) -> Objective:
-        """Return an objective with some of the terms, in the same order and with the same modules.
+        """Return an objective with only the named terms, in the same order and with the same modules.
 
         Raises:
-            RunError: A name is unknown.
+            RunError: The objective has no term with one of the names.
         """
         for name in names:
             if name not in self.terms:
@@ -287,16 +301,20 @@ class Objective(nn.Module):
     def forward(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, and the loss of each term.
+        """Return the loss of the objective, and the loss of each term.
+
+        If a batch is divided among ranks, every rank must call this method. The loss of the whole batch is the mean
+        over ranks, weighted by the numbers of samples.
 
         Args:
-            values: The values by name: `output`, `target`, and the names that the network and the batch return.
-            batch: This rank's samples of the batch. If the batch is divided among ranks, every rank must call this
-                method. The mean over ranks, weighted by their numbers of samples, is then the loss of the whole batch.
-            passes: Additional passes and gradients, for terms with `needs`.
+            values: The values by name: `output`, `target`, and the names in mappings that the network and the data set
+                return.
+            batch: The samples of this rank. None (default) if the batch is not divided.
+            passes: Additional passes and gradients. Required if a term has `needs`. Default: None.
 
         Returns:
-            The sum of weight times term, 0-d, with a gradient; and each term's unweighted loss, 0-d, detached.
+            The weighted sum of all terms as a 0-d tensor with a gradient, and the unweighted loss of each term as a 0-d
+            tensor without a gradient.
 
         Raises:
             RunError: A term has needs, and `passes` is None.
@@ -304,7 +322,7 @@ class Objective(nn.Module):
         device = self._device(values)
         # Autocast does not support the meta device, on which FLOPs are counted.
         if device != "meta" and torch.is_autocast_enabled(device):
-            # Some losses raise an error under autocast, and a sum in half precision is too inexact to train on.
+            # Some losses raise an error under autocast, and a sum in half precision is too inexact for training.
             with torch.autocast(device, enabled=False):
                 return self._sum(values, batch, passes)
         return self._sum(values, batch, passes)
@@ -345,7 +363,7 @@ def _needs(term: AbstractTerm, *, key: str) -> frozenset[str]:
 def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
     """Raise ConfigError if a loss does not return a mean over samples."""
     reduction = getattr(loss, "reduction", "mean")
-    # The mean over samples is named batchmean in KLDivLoss.
+    # In KLDivLoss, the reduction batchmean is the mean over samples.
     if reduction != "mean" and not (reduction == "batchmean" and isinstance(loss, nn.KLDivLoss)):
         got = f"{type(loss).__name__} has reduction {reduction!r}, so that its value depends on the batch size"
         fix = f"Leave {key}.reduction out. To scale the term, set {weight}"
@@ -353,17 +371,17 @@ def _require_mean(loss: nn.Module, *, key: str, weight: str) -> None:
 
 
 def counts_by_weight(loss: nn.Module) -> bool:
-    """Return whether the loss may divide by the weight of its targets instead of their number."""
+    """Return whether a loss may divide by the total weight of the targets instead of the number of targets."""
     if isinstance(loss, CrossEntropy | NLL):
         return loss.class_weights is not None or loss.ignore_index != NOTHING
-    # torch's losses ignore -100 by default, which a batch may contain.
+    # By default, torch's losses ignore targets of -100, and a batch may contain such targets.
     return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
 def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean loss over targets that are not ignored, 0-d, and their total weight.
+    """Return the mean loss over the targets that are not ignored, and the total weight of these targets.
 
-    If all targets are ignored, the mean is 0 instead of nan.
+    Both are 0-d tensors. If all targets are ignored, the mean is 0 instead of nan.
     """
     # The attribute is set in vars(loss), because nn.Module's __setattr__ takes as long as a small operator.
     settings = vars(loss)
@@ -378,13 +396,15 @@ def counted_mean(loss: ByWeight, output: Tensor, target: Tensor) -> tuple[Tensor
 
 
 def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whole: Tensor | None = None) -> Tensor:
-    """Return a rank's loss, scaled so that the mean over ranks, weighted by samples, is the loss of the whole batch.
+    """Return the scaled loss of a rank. The mean of scaled losses over ranks is the loss of the whole batch.
+
+    The mean over ranks is weighted by the numbers of samples.
 
     Args:
-        loss: The rank's mean, 0-d.
-        divisor: The divisor of the rank's mean.
-        batch: The rank's samples of the batch.
-        whole: The divisor of the whole batch. None sums the divisors of all ranks.
+        loss: The mean over the samples of the rank, a 0-d tensor.
+        divisor: The divisor of this mean.
+        batch: The samples of the rank. None returns the loss unchanged.
+        whole: The divisor of the whole batch. None (default) sums the divisors of all ranks.
     """
     if batch is None or (batch.world_size == 1 and whole is None):
         return loss
@@ -399,25 +419,35 @@ def shared_mean(loss: Tensor, divisor: Tensor | float, batch: Batch | None, whol
 
 
 def detach_divisor(divisor: Tensor | float | None) -> Tensor | float:
-    """Return a term's divisor, detached from the graph. Raise RunError if the divisor is None."""
+    """Return the divisor of a term, detached from the graph.
+
+    Raises:
+        RunError: The divisor is None.
+    """
     if divisor is None:
         raise RunError("the divisor of a term is None; expected a number or a 0-d tensor")
     return divisor.detach() if isinstance(divisor, Tensor) and divisor.requires_grad else divisor
 
 
 def over_ranks(total: Tensor, batch: Batch) -> Tensor:
-    """Return the sum over the ranks that share a batch. Every rank must call this. `total` may be overwritten."""
+    """Return the sum of a tensor over the ranks that share a batch. Every rank must call this function.
+
+    Args:
+        total: The tensor of this rank. The function may overwrite this tensor.
+        batch: The samples of this rank.
+    """
     if batch.world_size == 1:
         return total
     torch.distributed.all_reduce(total)
-    # If a model is split over ranks, several ranks have the same samples.
+    # If a model is split over ranks, several ranks have the same samples, so the sum counts these samples several
+    # times.
     return total * (batch.world_size / torch.distributed.get_world_size())
 
 
 def total_weight(loss: ByWeight, target: Tensor) -> Tensor:
-    """Return the total weight by which the loss divides its sum, 0-d."""
+    """Return the total weight of the targets, by which a loss divides its sum, as a 0-d tensor."""
     dtype = summing_dtype(target.device)
-    if target.is_floating_point():  # torch divides the loss of probabilities by their number, with any weights
+    if target.is_floating_point():  # torch ignores weights in the divisor of a loss with probabilities as targets
         count = target.numel() // target.shape[1] if target.dim() > 1 else 1
         return torch.tensor(count, dtype=dtype, device=target.device)
     weights: Tensor | None = loss.class_weights if isinstance(loss, CrossEntropy | NLL) else loss.weight

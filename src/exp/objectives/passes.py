@@ -1,6 +1,6 @@
 """Additional forward passes and gradients, for terms that need more than one forward and one backward pass.
 
-A term with a penalty on input gradients:
+An example is a term with a penalty on the gradients of the inputs:
 
     class Smooth(AbstractTerm):
         needs = frozenset({"input_gradients"})
@@ -23,7 +23,7 @@ from exp.nested import rebuild
 from exp.objectives.loss_inputs import Values, full
 from exp.shared_types import dtype_name
 
-# The largest factor by which a sum over samples is multiplied, within the range of float16.
+# The largest factor for a sum over samples. The product must remain in the range of float16.
 LARGEST_FACTOR = 2.0**15
 
 
@@ -31,15 +31,16 @@ class Passes:
     """Additional forward passes and gradients for one batch of one step, under the autocast of the step.
 
     Args:
-        network: The network itself, not the wrapper of a strategy.
-        run: Called with a runner and the data of a batch. It returns the values by name.
-        data: The data of the batch. If `inputs_require_grad` is true, its floating-point inputs are replaced by leaf
-            tensors that require grad. The original tensors do not change.
-        inputs: The names of the network's inputs, if the data is a mapping. The first value of a pair is the input.
-        runner: The callable that runs the network in this step; None for the network.
-        loss_scale: The factor by which the loss of this step is multiplied, 0-d or a float. None if there is no
-            gradient scaler.
-        inputs_require_grad: Whether the inputs require grad.
+        network: The network itself, not a wrapper of the strategy, such as DDP.
+        run: Function that receives the runner and the data of a batch, runs the network, and returns values by name.
+        data: The data of the batch. If `inputs_require_grad` is true, the passes use leaf tensors that require
+            gradients instead of the floating-point inputs in the data. The original tensors do not change.
+        inputs: The names of the network's inputs, if the data is a mapping. If the data is a pair, the first value is
+            the input. Default: `input`.
+        runner: The callable that runs the network in this step, such as DDP. None (default): the network.
+        loss_scale: The factor by which the gradient scaler multiplies the loss of this step, as a 0-d tensor or a
+            float. None (default) if there is no gradient scaler.
+        inputs_require_grad: Whether the inputs require gradients. Default: true.
     """
 
     def __init__(
@@ -63,23 +64,23 @@ class Passes:
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
 
     def run(self, data: object = None) -> Values:
-        """Return the values by name of an additional forward pass, with a graph.
+        """Run an additional forward pass with a graph, and return the values by name.
 
         Args:
-            data: The data; None for the data of the step.
+            data: The data of a batch. None (default): the data of the step.
         """
         with self._context():
             return self._run(self._runner, self.data if data is None else data)
 
     def call(self, part: str, *inputs: object) -> Any:
-        """Return the output of one submodule of the network, such as the discriminator.
+        """Return the output of a submodule of the network, such as the discriminator.
 
         Args:
-            part: The dotted name of the submodule. An empty name is the network.
+            part: The dotted name of the submodule. The empty name stands for the whole network.
             inputs: The inputs of the submodule.
 
         Raises:
-            RunError: The network has no such submodule.
+            RunError: The network has no submodule with this name.
         """
         try:
             module = self.network.get_submodule(part)
@@ -98,19 +99,23 @@ class Passes:
     def gradients(
         self, output: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the gradients of an output's sum with respect to values, in float32, or float64 for float64 values.
+        """Return the gradients of the sum of an output with respect to tensors.
 
-        If the network treats samples separately, row b of a gradient belongs to sample b. With a gradient scaler, the
-        sum is multiplied by a factor that avoids underflow in float16. The gradients are divided by this factor, as in
-        PyTorch's AMP notes: https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
+        If the network treats samples separately, row b of a gradient belongs to sample b. If the step has a gradient
+        scaler, the sum is multiplied by a factor that avoids underflow in float16, and the gradients are divided by
+        this factor. PyTorch's AMP notes describe this method:
+        https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
 
         Args:
             output: A tensor of any shape.
-            inputs: A tensor or several tensors that the output depends on.
-            create_graph: Whether the gradients can be differentiated again.
+            inputs: A tensor, or a sequence of tensors, on which the output depends.
+            create_graph: Whether the gradients can be differentiated again. Default: true.
+
+        Returns:
+            A gradient for each input, in float32, or in float64 if the input is float64.
 
         Raises:
-            RunError: An input has integers, or the output does not depend on it.
+            RunError: An input contains integers, or the output does not depend on an input.
         """
         several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         for tensor in several:
@@ -133,13 +138,13 @@ class Passes:
         return result[0] if isinstance(inputs, Tensor) else result
 
     def _context(self) -> torch.autocast:
-        # The cache of cast weights is off, because a forward pass without gradients may have filled it.
+        # Disable the cache of cast weights, because a forward pass without gradients may have filled the cache.
         return torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False)
 
     def _factor(self, samples: int) -> Tensor | float | None:
-        """Return the factor of an inner gradient: the loss scale divided by the number of samples.
+        """Return the factor for the output of an inner gradient: the loss scale divided by the number of samples.
 
-        None without a loss scale.
+        Return None if there is no loss scale.
         """
         if self._scale is None:
             return None
@@ -149,9 +154,13 @@ class Passes:
 
 
 def _leaves(data: object, inputs: Sequence[str]) -> object:
-    """Return the batch with its floating-point inputs replaced by leaf tensors that require grad.
+    """Return the data with leaf tensors that require gradients instead of the floating-point inputs.
 
     The new tensors share storage with the original tensors.
+
+    Args:
+        data: The data of a batch: a tensor, a mapping, or a pair of input and target.
+        inputs: The names of the inputs in a mapping.
     """
     if isinstance(data, Tensor):
         return _leaf(data)

@@ -204,7 +204,7 @@ class ClusterExecutor(ABC):
         except Died as error:
             self._failed.append(End(job=job, outcome=RunError(f"the process that freezes the job {error}")))
         except Interrupted:
-            raise  # the job returns to the queue
+            raise  # the sweep puts the job back into its queue
         except ExpError as error:
             report_bad_end(Path(config[COMPOSITION].directory), error)
             self._failed.append(End(job=job, outcome=error))
@@ -271,7 +271,7 @@ class ClusterExecutor(ABC):
         ranks = range(frozen.placement.world_size)
         failures = [one for rank in ranks if (one := read_failure(frozen.exchange, rank=rank)) is not None]
         if not has_ended:
-            # After a rank has died, the other ranks wait for it in a collective.
+            # If a rank died, the other ranks wait for it in a collective operation until they are killed.
             first = min((failure.time for failure in failures if failure.kind != "interrupted"), default=math.inf)
             if len(ranks) > 1 and time.time() > first + SETTLE_SECONDS:
                 self._kill([submitted])

@@ -31,7 +31,7 @@ SIZE = TEXT | COUNT
 # Default and type of each setting. If a value is None, the cluster decides, unless a comment states otherwise.
 SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
     SLURM: {
-        # local: processes of submitit on this machine, to try a sweep without a cluster.
+        # local: submitit starts processes on this machine, so that users can try a sweep without a cluster.
         "cluster": ("slurm", Literal["slurm", "local"]),
         "timeout_min": (60, AMOUNT),
         # SIGUSR1 is sent this many seconds before the time limit of a job. The job then saves a checkpoint.
@@ -57,7 +57,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[object, object]]] = {
         "additional_parameters": ({}, dict[str, Any]),
     },
     RAY: {
-        # None starts Ray on this machine for this sweep; auto or HOST:PORT joins a cluster.
+        # None: the sweep starts Ray on this machine. auto or HOST:PORT: the sweep joins a running cluster.
         "address": (None, TEXT | None),
         # CPU cores and GPUs of a job. 0.5 is half a device. None: one core per rank, and the GPUs of launch.devices.
         **dict.fromkeys(("num_cpus", "num_gpus"), (None, SHARE | None)),

@@ -143,7 +143,7 @@ class RayExecutor(ClusterExecutor):
         has, asked = self._ray.cluster_resources(), self._resources(frozen)
         short = {name: count for name, count in asked.items() if count > has.get(name, 0)}
         if short:
-            # The job would wait in the queue forever.
+            # The job is rejected, because it would wait in Ray's queue forever.
             raise config_error(
                 "hydra.launcher",
                 got=", ".join(f"{count:g} {name}" for name, count in short.items()),

@@ -162,7 +162,7 @@ class SlurmExecutor(ClusterExecutor):
 
     def _states(self) -> Mapping[Any, str]:
         if self._signum is not None and not self._is_killed and time.monotonic() > self._signalled + SIGNAL_SECONDS:
-            # A task that had just begun missed the first signal.
+            # The signal is repeated, because a task that had just begun missed the first signal.
             self._signal(self._running, self._signum)
         if not self._running:
             return {}
@@ -239,6 +239,6 @@ def _squeue(jobs: Sequence[str]) -> Mapping[str, str] | None:
 
 
 def _scancel(*arguments: str) -> None:
-    # scancel fails for a job that has ended.
+    # Errors are ignored, because scancel fails for a job that has ended.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["scancel", *arguments], capture_output=True, timeout=60, check=False)

@@ -99,5 +99,5 @@ def _environment(rank: Rank, exchange: Path, *, cpus: int | None) -> dict[str, s
         environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         if cpus is not None:
             environment["OMP_NUM_THREADS"] = str(cpus)
-    # A scheduler may send several signals before SIGKILL, so the rank must expect repeated signals.
+    # SUPERVISED makes the rank ignore repeated signals, because a scheduler may send several signals before SIGKILL.
     return environment | {SUPERVISED: "1", PARENT: str(os.getpid()), EXCHANGE: str(exchange)}

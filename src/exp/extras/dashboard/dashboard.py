@@ -121,7 +121,7 @@ def serve(directory: Path, *, host: str, port: int | None) -> str:
     wanted = [] if port is None else ["--port", str(port)]
     server.configure(argv=["tensorboard", "--logdir", str(directory), "--host", host, *wanted])
     try:
-        # TensorBoard writes advice on its file reader at each start.
+        # TensorBoard prints advice about its file reader at each start.
         with contextlib.redirect_stderr(io.StringIO()):
             address: str = server.launch()
             return address

@@ -157,7 +157,7 @@ def figures(output: Tensor, module: nn.Module) -> Tensor:
     """
     values = output.to(at_least_float32(output.dtype))
     count = float(values.numel())
-    # Two passes, because torch.var_mean takes fifteen times as long on a CPU.
+    # Mean and squares are computed in two passes, because torch.var_mean takes fifteen times as long on a CPU.
     mean = values.mean()
     squares = (values - mean).square_().sum()
     exact = torch.float32 if values.device.type == "mps" else torch.float64

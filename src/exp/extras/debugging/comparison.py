@@ -230,7 +230,7 @@ def _record(module: nn.Module, inputs: object, output: object, *, name: str, rec
     record = records.setdefault(name, Record(kind=type(module).__name__, dtype=value.dtype))
     record.outputs.append(_host(value))
     if value.requires_grad:
-        # The backward visits the calls in reverse order.
+        # Gradients are inserted at the front, because the backward visits the calls in reverse order.
         value.register_hook(lambda gradient: record.output_gradients.insert(0, _host(gradient)))
 
 

@@ -46,7 +46,7 @@ class ModuleCalls:
     def __init__(self, *, outside: str = "") -> None:
         self.outside = outside
         self._open: Call | None = None
-        # Sorted by the number of the first node.
+        # The calls, sorted by the number of their first node.
         self._calls: list[Call] = []
 
     def begin(self, name: str) -> Call:
@@ -76,7 +76,7 @@ class ModuleCalls:
     def maker(self, node: Node) -> str:
         """Return the name of the innermost module that created a node in its forward, or `outside`."""
         number = number_of(node)
-        # The last call that began before the node, or one of the calls around it, created the node.
+        # The node was created by the last call that began before it, or by a call that contains this call.
         place = bisect_right(self._calls, number, key=attrgetter("first")) - 1
         call = self._calls[place] if place >= 0 else None
         while call is not None and (call.end is not None and call.end <= number):

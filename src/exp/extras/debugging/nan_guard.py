@@ -46,7 +46,7 @@ class NanGuard(Hook):
         An optimizer is not supported if it may run the network several times per step.
         """
         yield from super().errors(planned)
-        # Optimizers of phases get no closure.
+        # Optimizers of phases are not checked, because they get no closure and cannot run the network.
         for kind in planned.optimizers if not planned.settings.phases else ():
             if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
                 continue

@@ -23,7 +23,7 @@ from exp.strategies.strategy import Blueprint
 log = logging.getLogger(__name__)
 
 LIGHTNING_PROFILERS = ("pytorch", "lightning.pytorch.profilers.PyTorchProfiler")
-# Number of rows of the logged table. The file has all rows.
+# Number of rows of the logged table. The table in the file has all rows.
 PANEL_ROWS = 30
 
 
@@ -69,7 +69,7 @@ class Profile(Hook):
         self.first, self.start, self.last = start_step - warmup, start_step, start_step + steps - 1
         self.ranks = ranks
         self._shapes, self._memory, self._stacks = shapes, memory, stacks
-        # Whether the last step to record is still to come.
+        # Whether the last step to record is in the future.
         self._is_waiting = False
         self._forget()
 

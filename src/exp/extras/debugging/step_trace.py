@@ -81,7 +81,7 @@ class Tracer:
     def __init__(self, network: nn.Module, objective: nn.Module) -> None:
         self._modules = named_modules(network, objective)
         self._calls = ModuleCalls(outside=OUTSIDE)
-        # Open calls: name, order, and whether the inputs were finite.
+        # Open calls: name of the module, number of the call, and whether the inputs were finite.
         self._open: list[tuple[str, int, bool]] = []
         self._count = self._order = 0
         self._forward = self._backward = ""
@@ -176,7 +176,7 @@ def run_again(
             if not loss.requires_grad:
                 return loss, {}
             tracer.backward(loss)
-            # loss.backward() would call the hooks of ddp at the parameters.
+            # torch.autograd.grad is used, because loss.backward() would call ddp's hooks at the parameters.
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     finally:
         module.observer = observer

@@ -1,8 +1,8 @@
 """Strategy with DeepSpeed's ZeRO, which divides the optimizer state over the ranks. Stage 2 also divides the gradients.
 
-Lightning's DeepSpeedStrategy is not used, because it supports only GPUs, writes checkpoint directories that no other
-strategy reads, and replaces exp's precision and accumulation. In this module, DeepSpeed's engine wraps only the
-network. The module calls DeepSpeed's public functions `initialize`, `backward`, `step` and `safe_get_*`.
+Lightning's DeepSpeedStrategy is not used for three reasons. It supports only GPUs. It writes checkpoint directories
+that no other strategy reads. It replaces exp's precision and accumulation. In contrast, this module wraps only the
+network in DeepSpeed's engine. It calls DeepSpeed's public functions `initialize`, `backward`, `step` and `safe_get_*`.
 
 The module also uses names that are not public (tested with DeepSpeed 0.19.8). `bit16_groups` of DeepSpeed's optimizer
 are the parameters of each group. `single_partition_of_fp32_groups` are the flat tensors with this rank's part of each

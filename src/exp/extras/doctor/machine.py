@@ -14,7 +14,7 @@ from exp.errors import describe_exception
 from exp.extras.doctor.finding import Finding
 
 MIB, GIB = 2**20, 2**30
-# The smallest networks' checkpoints, logs and event files take less than 1 MiB.
+# Even checkpoints, logs and event files of the smallest networks fit into less than 1 MiB.
 LEAST_FREE = 100 * MIB
 # Docker gives a container 64 MiB by default. A data worker that fills shared memory is killed by SIGBUS.
 LITTLE_SHARED = 256 * MIB

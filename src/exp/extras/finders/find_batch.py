@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 PROGRAM = "exp.find_batch"
 TABLE = "batch.csv"
 FEWEST_STEPS = 3
-# The search ends when the smallest size that does not fit exceeds the largest size that fits by at most this fraction
-# of the latter.
+# The search ends when the distance between the largest size that fits and the smallest size that does not fit is small.
+# It is small if it is at most this fraction of the largest size that fits.
 WITHIN = 0.05
 
 

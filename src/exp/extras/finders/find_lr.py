@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from exp.check.plan import Plan
 
 PROGRAM = "exp.find_lr"
-# A copy of FEWEST_STEPS in range_test.py, because importing that module would import torch.
+# Equal to FEWEST_STEPS in range_test.py, which is not imported here, because it imports torch.
 FEWEST_STEPS = 20
 ENDS = {
     "steps": "after the last rate",

@@ -31,13 +31,13 @@ TABLE, SUMMARY, PICTURE = "lr.csv", "lr.json", "lr.png"
 # Weight of the old value in the running mean of the loss, as in fastai and Lightning.
 BETA = 0.98
 FEWEST_STEPS = 20
-# The test ends when the smoothed loss exceeds its lowest value by this factor.
+# The test ends when the smoothed loss rises above this multiple of its lowest value.
 STOP_FACTOR = 4
 # A loss diverges if it exceeds the mean of the first losses by DEVIATIONS standard deviations of the first losses, and
 # by OF_FALL times the largest decrease.
 DEVIATIONS, OF_FALL = 6, 0.25
-# The suggestion is at most this share of the rate at which the loss diverged or the test ended. With a quarter of that
-# rate, a LeNet with SGD and momentum is at chance level after three epochs.
+# The suggestion is at most this fraction of the rate at which the loss diverged or the test ended. If a LeNet is
+# trained with a quarter of that rate, SGD and momentum, its accuracy is at chance level after three epochs.
 OF_LAST_RATE = 0.1
 # A decrease below NOISE standard deviations of the first losses is noise. A decrease below ROUNDING times the loss is a
 # rounding error.
@@ -139,7 +139,7 @@ class RangeTest(Callback):
         # The initial mean of 0 has the weight BETA ** n after n losses.
         smoothed = self._mean / (1 - BETA ** len(self.losses))
         self.smoothed.append(smoothed)
-        # The difference instead of a ratio supports negative losses as well.
+        # A difference is compared instead of a ratio, because losses may be negative.
         is_high = smoothed > self._lowest + (STOP_FACTOR - 1) * abs(self._lowest)
         self._lowest = min(self._lowest, smoothed)
         return "loss_rose" if is_high else None
@@ -220,7 +220,7 @@ def picture(rates: Sequence[float], losses: Sequence[float], found: float | None
     stop = steps_before_divergence(losses)
     means = [*neighbor_means(losses[:stop]), *[math.nan] * (len(losses) - stop)]
     known = [loss for loss in losses[:stop] if math.isfinite(loss)] or [0.0]
-    # A loss after the divergence may be a thousand times the others.
+    # Larger losses are not drawn, because a loss after the divergence may be a thousand times the others.
     ceiling = max(known) + (max(known) - min(known)) / 4
     shown = {"loss": [loss if loss <= ceiling else math.nan for loss in losses], "mean of neighbors": means}
     if found is not None:

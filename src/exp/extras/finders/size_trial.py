@@ -16,7 +16,7 @@ from exp.hooks.memory_use import is_out_of_memory, peak_of
 from exp.shared_types import Batch
 
 SUMMARY = "trial.json"
-# The first steps are not timed: they create the state of the optimizer, and libraries select algorithms.
+# The first steps are not timed, because they create optimizer state and libraries select algorithms in them.
 UNTIMED = 2
 
 
@@ -57,7 +57,7 @@ class SizeTrial(Callback):
             self._write(trainer, fits=False)
 
     def _write(self, trainer: Trainer, **found: float | bool | None) -> None:
-        # A rank other than 0 may run out of memory first.
+        # All ranks write if they are out of memory, because a rank other than 0 may be the first.
         if trainer.is_global_zero or not found["fits"]:
             path = Path(trainer.default_root_dir) / SUMMARY
             write_atomic(path, json.dumps(found, indent=2) + "\n")

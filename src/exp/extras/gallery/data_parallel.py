@@ -124,7 +124,7 @@ class Replicated(nn.DataParallel[nn.Module]):
     """DataParallel with different random numbers in each replica. A resumed run draws the same numbers."""
 
     def forward(self, *inputs: object, **named: object) -> object:
-        # A step seeds only the CPU and the first device.
+        # The other devices are seeded here, because a step seeds only the CPU and the first device.
         seed = torch.initial_seed()
         for index, device in enumerate(self.device_ids[1:], start=1):
             with torch.cuda.device(device):

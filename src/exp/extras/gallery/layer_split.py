@@ -30,7 +30,7 @@ from exp.strategies.strategy import (
     precision_of,
 )
 
-# Terms of the objective may differentiate the step's graph, but may not call layers.
+# Terms of the objective may differentiate the graph of the step, but must not call layers.
 MEETS = frozenset({"retained_graph"})
 
 

@@ -14,7 +14,7 @@ SCRIPTS = ("ARABIC", "CYRILLIC", "ETHIOPIC", "GREEK", "HANGUL", "MONGOLIAN", "VA
 # The number of a character is its index in this text. The number 0 pads names on the left.
 ALPHABET = "\0 -'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NAME = re.compile(rf"({'|'.join(SCRIPTS)}) (?:CAPITAL |SMALL )?(?:LETTER|SYLLABLE) ([A-Z' -]+)")
-# The basic plane, which has almost all letters of these scripts.
+# Code points of Unicode's basic plane, which has almost all letters of these scripts.
 CODES = range(0x10000)
 
 

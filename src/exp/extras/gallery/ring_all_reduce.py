@@ -10,7 +10,8 @@ A rank sends 2 (n - 1) / n of the bytes of a bucket. This is less than twice the
 2009, doi:10.1016/j.jpdc.2008.09.002).
 """
 
-# No postponed annotations, because DistributedDataParallel compares the annotations of a hook with classes.
+# This module must not import annotations from __future__, because DistributedDataParallel compares the annotations of a
+# hook with classes.
 
 import logging
 from collections.abc import Sequence

@@ -165,7 +165,7 @@ class MlflowLogger(RunLogger, MLFlowLogger):
         self._database.parent.mkdir(parents=True, exist_ok=True)
         with self._database.with_name(f".{self._database.name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # MLflow would retry for two minutes to open a missing file.
+            # The file is created here, because MLflow would retry for two minutes to open a missing file.
             self._database.open("ab").close()
             yield
 

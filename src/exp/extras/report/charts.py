@@ -86,7 +86,7 @@ def draw(comparison: Comparison, *, tags: Sequence[str] = ()) -> tuple[list[Char
     with matplotlib.rc_context(STYLE), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drawn = [_curve(comparison, tag) for tag in curves]
-    # Warnings of Matplotlib, for example about characters that the font lacks.
+    # Matplotlib warns, for example, about characters that the font lacks.
     notes += dict.fromkeys(f"of the pictures: {warning.message}" for warning in caught)
     return drawn, notes
 

@@ -257,6 +257,6 @@ def _vmap_context(network: nn.Module) -> Iterator[None]:
     with preserve_generators(), ExitStack() as stack:
         devices = {parameter.device for parameter in network.parameters() if parameter.is_cuda}
         stack.enter_context(torch.random.fork_rng(sorted(devices, key=str)))
-        # Fused attention has no vmap rule.
+        # The unfused kernel is selected, because fused attention has no vmap rule.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield

@@ -51,7 +51,7 @@ class RetainGradients(Hook):
         super().__init__(every_n_steps=every_n_steps, modules=modules)
         self.each_module = each_module
         self._names: list[str] = []
-        # One entry per forward. If a phase repeats, only the last forwards belong to the step.
+        # The list has one entry per forward. If a phase repeats, only the last forwards belong to the step.
         self._forwards: list[dict[str, list[Tensor]]] = []
         self._is_in_backward = False
         self._index = self._batches = 0

@@ -108,7 +108,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     @rank_zero_only
     def end(self, status: str) -> None:
         self.save()
-        # Otherwise a later run of this process would log to this W&B run.
+        # The W&B run is closed, because a later run of this process would otherwise log to it.
         self.experiment.finish(exit_code=0 if status in ("completed", "pruned") else 1)
 
 

@@ -1,6 +1,6 @@
-"""Access to the entries of a sample or a batch by name, and the names of their values for display.
+"""Access to the entries of a sample or a batch by name, and the names of columns and classes for display.
 
-The entries are the inputs of a network and the target.
+An entry is a named value of a sample: an input of the network, or a target.
 """
 
 from __future__ import annotations
@@ -19,41 +19,47 @@ from exp.nested import map_tensors
 
 TARGET = "target"
 PAIR = ("input", TARGET)
-# The key of the mean and standard deviation of each target, in the statistics of the training split.
+# The key in the statistics of the training split that contains the mean and standard deviation of each target.
 SCALES = "scales"
 SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchForm:
-    """Converts batches for the network: inputs get names, and float64 becomes float32.
+    """Function that converts a batch to the form that the network expects.
+
+    The function gives names to the inputs, and converts float64 to float32 and complex128 to complex64.
 
     Args:
-        names: The names of the inputs; see by_name.
-        keeps_doubles: Whether float64 and complex128 keep their dtype.
+        names: The names of the inputs from data.inputs; see by_name. Default: no names.
+        keeps_doubles: Whether float64 and complex128 keep their dtype. Default: False.
     """
 
     names: tuple[str, ...] = ()
     keeps_doubles: bool = False
 
     def __call__(self, data: object) -> object:
-        """Return the converted batch. Raise ConfigError if the number of values and the number of names differ."""
+        """Return the converted batch.
+
+        Raise ConfigError if the number of names does not match the number of values in a sample.
+        """
         named = by_name(data, self.names)
         return named if self.keeps_doubles else map_tensors(named, _single)
 
 
 def by_name(data: object, names: Sequence[str] = ()) -> object:
-    """Return a sample or batch as a mapping if its inputs have names; otherwise return it unchanged.
+    """Return a sample or batch with named inputs as a mapping from names to values.
 
-    (image, table, target), ((image, table), target) and ({image: .., table: ..}, target) become the same mapping.
+    The tuples (image, table, target), ((image, table), target) and ({image: .., table: ..}, target) become the same
+    mapping. A sample or batch without named inputs is returned unchanged.
 
     Args:
         data: The sample or batch.
-        names: The names of the inputs from data.inputs, in the order of the values of a tuple. If empty, only mappings
-            have names.
+        names: The names of the inputs from data.inputs, in the order of the values in a tuple. Default: no names.
+            Inputs in a mapping always have the names in the mapping.
 
     Raises:
-        ConfigError: The number of values and the number of names differ.
+        ConfigError: The number of names does not match the number of values in the tuple.
     """
     if isinstance(data, Mapping):
         return data
@@ -73,11 +79,13 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
 
 
 def named_entries(data: object, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return the values of a sample or batch by name. The values of a pair are named `input` and `target`.
+    """Return a mapping from the names of the entries in a sample or batch to their values.
+
+    If inputs have no names, the two values of a pair get the names `input` and `target`.
 
     Args:
         data: The sample or batch.
-        names: The names of the inputs; see by_name.
+        names: The names of the inputs from data.inputs; see by_name. Default: no names.
     """
     named = by_name(data, names)
     if isinstance(named, Mapping):
@@ -90,16 +98,16 @@ def _single(tensor: Tensor) -> Tensor:
 
 
 def target_in(data: object) -> object:
-    """Return the target of a sample or batch; None if there is no target."""
+    """Return the target of a sample or batch. Return None if there is no target."""
     if isinstance(data, Mapping):
         return data.get(TARGET)
     return data[1] if isinstance(data, tuple | list) and len(data) > 1 else None
 
 
 def inputs_in(data: object) -> dict[str, Tensor]:
-    """Return the input tensors of a batch by name.
+    """Return a mapping from the names of the inputs in a batch to their tensors.
 
-    The name is `input` for the input of a pair, and for a single tensor.
+    If the batch is a pair or a single tensor, its input has the name `input`.
 
     Raises:
         ConfigError: The batch has no input tensor, or is a tuple of more than two values.
@@ -119,12 +127,14 @@ def inputs_in(data: object) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueNames:
-    """Names for display, by the name of an entry. The entries of a pair are named `input` and `target`.
+    """Names of the columns and classes of a data set's entries, for display.
+
+    The keys of all mappings are names of entries, such as `input` and `target`.
 
     Args:
-        columns: The names along an entry's last axis.
-        classes: The names of a target's classes, in the order of their numbers.
-        unknown: The number that means an unknown word.
+        columns: The names of the columns along the last axis of an entry. Default: no names.
+        classes: The names of the classes of a target, in the order of the class numbers. Default: no names.
+        unknown: The class number that means a word outside the classes of the training split. Default: no number.
     """
 
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -133,7 +143,11 @@ class ValueNames:
 
 
 def fitted_classes(fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
-    """Return the names of the classes of each target, from the statistics of the training split."""
+    """Return the class names in the statistics of the training split.
+
+    Returns:
+        A mapping from the names of the targets to the names of their classes, in the order of the class numbers.
+    """
     found: dict[str, Sequence[str]] = {}
     for statistics in fitted.values():
         classes = statistics.get("classes") if isinstance(statistics, Mapping) else None
@@ -145,9 +159,9 @@ def fitted_classes(fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
 
 
 def class_names(part: object, fitted: Mapping[str, object]) -> dict[str, Sequence[str]]:
-    """Return the names of the classes of each target.
+    """Return a mapping from the names of the targets to the names of their classes.
 
-    Names in the statistics take precedence over those of the split.
+    Class names in the statistics take precedence over class names in the split.
 
     Args:
         part: A split of the data.
@@ -157,7 +171,15 @@ def class_names(part: object, fitted: Mapping[str, object]) -> dict[str, Sequenc
 
 
 def fitted_scales(fitted: Mapping[str, object]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the mean and the standard deviation that standardize each target, float64 `[]` or `[K]`."""
+    """Return the mean and the standard deviation with which each target was standardized.
+
+    Args:
+        fitted: The statistics of the training split.
+
+    Returns:
+        A mapping from the names of the targets to pairs (mean, standard deviation). Mean and deviation are float64,
+        `[]` for a target that is a number, and `[K]` for a target of K numbers.
+    """
     held = [entry[SCALES] for entry in fitted.values() if isinstance(entry, Mapping) and SCALES in entry]
     return {
         str(target): (np.asarray(mean), np.asarray(deviation))
@@ -167,9 +189,10 @@ def fitted_scales(fitted: Mapping[str, object]) -> dict[str, tuple[np.ndarray, n
 
 
 def value_names(part: object) -> ValueNames:
-    """Return the names of a split's values: its attribute `value_names`, or the class names in its attribute `classes`.
+    """Return the names of the columns and classes of a split.
 
-    torchvision's data sets have the attribute `classes`.
+    The names are the attribute `value_names` of the split. If there is no such attribute, its attribute `classes`
+    contains the names of the classes, as in torchvision's data sets.
     """
     if isinstance(part, Subset):
         return value_names(part.dataset)

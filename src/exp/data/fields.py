@@ -1,4 +1,7 @@
-"""Conversion of records to samples: columns become inputs and a target."""
+"""Conversion of records to samples.
+
+A record maps columns to values. Its columns become the inputs and the target of a sample.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from exp.data.pictures import PictureForm
 from exp.data.source import NAMELESS, Task
 from exp.spelling import among, did_you_mean, show
 
-# The columns of one input: a column, or several columns of numbers that form a row.
+# A column, or several columns of numbers that are concatenated to a row.
 Names: TypeAlias = str | Sequence[str]
 Inputs: TypeAlias = Names | Mapping[str, Names]
 NumberDtype = Literal["float32", "float64", "int64", "bool"]
-# The dtype of a tensor by the kind of its NumPy dtype.
+# The torch dtype to which values are converted, by the kind of their NumPy dtype.
 DTYPES = {"f": torch.float32, "c": torch.complex64, "b": torch.bool, "i": torch.int64, "u": torch.int64}
 NUMBERS_FIX = (
     "Fill in a missing value, or remove the record. Leave a column of texts out of data.dataset.inputs. "
@@ -38,12 +41,13 @@ CLASS_FIX = "Set data.dataset.classes=[...] to the names of the classes, or set 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """The columns and the dtype of an input.
+    """Columns from which an input is made, and the dtype of the input.
 
     Args:
-        columns: The columns of a record.
-        is_row: Whether the columns are single numbers that form a row `[F]`.
-        dtype: The dtype of the tensor.
+        columns: The names of the columns.
+        is_row: Whether the columns are F scalars that are concatenated to a row `[F]`. If not, there is one column of
+            arrays.
+        dtype: The dtype of the input.
     """
 
     columns: tuple[str, ...]
@@ -53,10 +57,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Row:
-    """A record, and its position in the data.
+    """Record with its position in the data.
 
     Args:
-        record: The values by column.
+        record: A mapping from columns to values.
         place: The position for messages, such as "line 3 of data.jsonl".
     """
 
@@ -64,11 +68,11 @@ class Row:
     place: str
 
     def value(self, column: str, key: str) -> object:
-        """Return the value of a column.
+        """Return the value in a column.
 
         Args:
-            column: The column.
-            key: The config key below `data.dataset.` that names the column.
+            column: The name of the column.
+            key: The config key below `data.dataset.` that contains the name of the column, for the error.
 
         Raises:
             SampleError: The record does not have the column, or the value is missing.
@@ -77,16 +81,21 @@ class Row:
             got, fix = f"{column}, which {self.place} does not have", name_fix(column, list(self.record))
             raise sample_error(f"dataset.{key}", got=got, expected="a column of every record", fix=fix)
         value = self.record[column]
-        # nan, which pandas and NumPy write for a missing number, does not equal itself.
+        # pandas and NumPy store a missing number as nan, which does not equal itself.
         is_nan = is_single(value) and value != value
         if value is None or is_nan or (isinstance(value, str) and not value.strip()):
             raise self.no_number(column, key)
         return value
 
     def number(self, column: str, key: str) -> int | float:
-        """Return the number that the record has in a column.
+        """Return the value in a column as a number. A text such as "1.5" is converted.
 
-        Raise SampleError if the value is missing or not a number.
+        Args:
+            column: The name of the column.
+            key: The config key below `data.dataset.` that contains the name of the column, for the error.
+
+        Raises:
+            SampleError: The record does not have the column, or the value is missing or not a number.
         """
         value = self.value(column, key)
         is_missing = isinstance(value, str) and value.strip() in MISSING_VALUES
@@ -96,9 +105,15 @@ class Row:
         return number
 
     def array(self, column: str, key: str) -> np.ndarray:
-        """Return the numbers of a column as an array.
+        """Return the value in a column as an array of numbers. Nested lists are converted.
 
-        Raise SampleError for other values, and for nested lists of unequal length.
+        Args:
+            column: The name of the column.
+            key: The config key below `data.dataset.` that contains the name of the column, for the error.
+
+        Raises:
+            SampleError: The record does not have the column, the value does not consist of numbers, or nested lists
+                differ in length.
         """
         try:
             array = np.asarray(self.value(column, key))
@@ -109,7 +124,7 @@ class Row:
         return array
 
     def no_number(self, column: str, key: str) -> SampleError:
-        """Return the error for a value that is missing or not a number."""
+        """Return the error for a value that is missing, or that does not consist of numbers."""
         value = self.record[column]
         got = show(value) if value is None or is_single(value) else f"a {type(value).__name__}"
         got = f"{got} in {column} of {self.place}"
@@ -117,24 +132,30 @@ class Row:
 
 
 class Fields:
-    """Makes samples from records. A record maps columns to numbers, texts, lists, arrays or bytes of pictures.
+    """Conversion of records to samples. A record maps columns to numbers, texts, lists, arrays or bytes of pictures.
 
-    A sample is the pair (input, target) if there is one input. Otherwise a sample is a mapping of the input names and
-    `target`.
+    If there is one input, a sample is the pair (input, target). If there are several inputs, a sample is a mapping from
+    the names of the inputs and the name `target` to their values.
 
-    Single numbers become a row, float32 `[F]`. Arrays keep their shape; their floating numbers and bytes become
-    float32, their other integers int64, and booleans stay bool. Pictures become float32 `[C, H, W]`.
+    F columns of scalars become an input float32 `[F]`. Arrays keep their shape. Their floating numbers and uint8 become
+    float32, other integers become int64, and booleans stay bool. Pictures become float32 `[C, H, W]`.
 
     Args:
-        inputs: A column, several columns, or a mapping of input names to columns. Several columns of single numbers are
-            one input, named `input`. Several columns of arrays are an input each. None takes all named columns except
-            the target.
-        target: The column to predict. Several columns are a row of numbers `[K]`. None if there is nothing to predict.
-        task: "classification", with class numbers or names of `classes` as targets, or "regression", float32 `[K]`.
-        classes: The names of the classes in the order of their numbers; None if targets are numbers.
-        dtypes: The dtypes of inputs by name. For other inputs, the rules above are applied to the first record.
-        scale: The factor by which arrays of bytes are multiplied; 0.00392 maps pixels to 0 to 1.
+        inputs: The column of the input, or a list of columns, or a mapping from input names to columns. A list of
+            columns of scalars forms one input, named `input`. A list of columns of arrays forms one input for each
+            column. None means all columns that have a name, except the target.
+        target: The column to predict. A list of K columns is one target `[K]`. None if samples have no target.
+        task: "classification" for targets that are class numbers or names in `classes`, or "regression" for targets
+            float32 `[K]`. Default: "regression".
+        classes: The names of the classes in the order of their numbers. Default: None, for targets that are class
+            numbers or regression values.
+        dtypes: The dtypes of inputs by name. The dtype of an input that is not listed is that of the first record,
+            converted by the rules above.
+        scale: The factor by which arrays of uint8 are multiplied. The factor 0.00392 maps pixels to the range 0 to 1.
         picture: The size, mode and normalization of pictures.
+
+    Attributes:
+        fields: The columns and dtype of each input by name. Empty before `of_record`.
 
     Raises:
         ConfigError: A class occurs twice, or the options do not match the task.
@@ -166,12 +187,12 @@ class Fields:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of a record that samples are made from."""
+        """The columns of all inputs and targets, without duplicates."""
         return tuple(dict.fromkeys([name for one in self.fields.values() for name in one.columns] + [*self.targets]))
 
     @property
     def value_names(self) -> ValueNames:
-        """The names of columns for each input that is a row, and the names of the classes."""
+        """The names of the columns of inputs and targets that are rows, and the names of the classes, for display."""
         columns = {name: one.columns for name, one in self.fields.items() if one.is_row}
         return ValueNames(
             columns={**columns, TARGET: self.targets} if len(self.targets) > 1 else columns,
@@ -179,11 +200,11 @@ class Fields:
         )
 
     def columns_to_read(self, names: Sequence[str], *, where: str) -> tuple[str, ...]:
-        """Return the columns to read.
+        """Return the names of the columns that are needed for the inputs and the targets.
 
         Args:
-            names: The columns that exist.
-            where: The file or data set with these columns, for messages.
+            names: The names of all columns of a file or data set.
+            where: The file or data set, for messages.
 
         Raises:
             ConfigError: A column does not exist, or there is no input column.
@@ -202,10 +223,10 @@ class Fields:
         return tuple(dict.fromkeys([*found, *self.targets]))
 
     def of_record(self, first: Mapping[str, object], *, where: str) -> Self:
-        """Return a copy that has a Field for each input, with the dtypes of the first record.
+        """Return a copy with a Field for each input. Dtypes that the config does not set come from the first record.
 
         Args:
-            first: The columns to read of the first record.
+            first: The first record, with only the columns that `columns_to_read` returns.
             where: The position of the first record, for messages.
 
         Raises:
@@ -227,14 +248,15 @@ class Fields:
         return made
 
     def sample(self, record: Mapping[str, object], *, where: str) -> object:
-        """Return the sample of a record.
+        """Return the sample that is made from a record.
 
         Args:
-            record: The values by column.
+            record: A mapping from columns to values.
             where: The position of the record, for messages.
 
         Raises:
-            SampleError: A column does not exist, or a value is missing or does not match its column.
+            SampleError: A column does not exist, or a value is missing or cannot be converted to the dtype of its
+                input or target.
         """
         row = Row(record, where)
         entries = {name: self._input(name, field, row) for name, field in self.fields.items()}
@@ -304,21 +326,22 @@ class Fields:
 
 
 def is_single(value: object) -> bool:
-    """Return whether a value is a single number or text. Arrays, lists and pictures are not."""
+    """Return True for a number, a boolean or a text. Return False for an array, a list or a picture."""
     return isinstance(value, str | int | float | complex | np.generic) or (
         isinstance(value, np.ndarray) and not value.ndim
     )
 
 
 def picture_of(value: object) -> Image | Path | io.BytesIO | None:
-    """Return the picture in a value: a pillow image, a path, or a file of bytes; None if the value is not a picture.
+    """Return the picture in a value, as pillow can open it. Return None if the value is not a picture.
 
     Args:
-        value: A pillow image, a path, bytes, or a mapping of `bytes` and `path` as in Hugging Face data sets.
+        value: A pillow image, a path, or the bytes of a file. Hugging Face data sets store a picture as a mapping with
+            the keys `bytes` and `path`.
     """
     if isinstance(value, Mapping) and {"bytes", "path"} >= set(value):
         held, path = value.get("bytes"), value.get("path")
-        # A URL is not downloaded: pillow reports it as a file that does not exist.
+        # A URL is not downloaded. pillow reports the URL as a file that does not exist.
         value = held if isinstance(held, bytes) else Path(path) if isinstance(path, str) else None
     if isinstance(value, bytes):
         return io.BytesIO(value)
@@ -330,7 +353,7 @@ def as_tuple(columns: Names) -> tuple[str, ...]:
 
 
 def plain_number(value: object) -> int | float | None:
-    """Return the number in a value or in its text; None if there is no number."""
+    """Return a value as a Python number. A text such as "1.5" is converted. Return None if it is not a number."""
     if isinstance(value, np.generic | np.ndarray) and not np.ndim(value):
         value = value.item()
     if isinstance(value, str):

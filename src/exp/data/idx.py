@@ -1,4 +1,4 @@
-"""Data sets in the IDX format of MNIST. Images and labels are in IDX files, plain or compressed."""
+"""Data sets in the IDX format of MNIST. The IDX files may be compressed with gzip."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from exp.data.dataset_files import data_folder
 from exp.data.in_memory import Tensors
 
 FILES = {"train": "train", "test": "t10k"}
-# The dtype by the third byte of an IDX file. Numbers of several bytes are big-endian.
+# The third byte of an IDX file, and the NumPy dtype that it means. The numbers in the file are big-endian.
 DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 class Idx(Tensors):
-    """Images float32 `[1, H, W]` from 0 to 1 before normalization, and int64 classes.
+    """Data set of images and classes in IDX files, such as MNIST, FashionMNIST and KMNIST.
 
-    MNIST, FashionMNIST and KMNIST have this format. Nothing is downloaded.
+    The input is an image, float32 `[1, H, W]`. Its pixels are scaled to the range 0 to 1 and then normalized. The
+    target is a class number, int64. The files are not downloaded.
 
     Args:
         path: The folder of the files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
             t10k-labels-idx1-ubyte, with or without .gz. The path is relative to the current folder or to `directory`.
-        part: "train", or "test" for the t10k files.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        mean: The mean that is subtracted from the pixels.
-        std: The standard deviation that divides the pixels.
+        part: The files to read: "train", or "test" for the t10k files. Default: "train".
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        mean: The mean that is subtracted from the pixels. Default: 0.
+        std: The standard deviation by which the pixels are divided. Default: 1.
 
     Raises:
         ConfigError: A file does not exist, or is not an IDX file.
@@ -57,12 +58,13 @@ class Idx(Tensors):
 
 
 def read_idx(file: Path) -> np.ndarray:
-    """Return the array of an IDX file.
+    """Return the array in an IDX file.
 
-    The file has two zero bytes, a dtype, the number of axes, the sizes of the axes, and the numbers.
+    The file starts with two zero bytes, a byte for the dtype and a byte for the number of axes. The sizes of the axes
+    follow, each with 4 bytes, and then the numbers.
 
     Raises:
-        ConfigError: The file is not an IDX file, or is truncated.
+        ConfigError: The file is not an IDX file, or its length does not match its header.
     """
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()

@@ -1,6 +1,7 @@
-"""Pictures in files, from a folder for each class or from a CSV file of paths and targets.
+"""Data set of picture files.
 
-A sample is decoded when read.
+The files are in one folder for each class, or their paths and targets are in a CSV file. A picture is decoded when its
+sample is read.
 """
 
 from __future__ import annotations
@@ -40,36 +41,43 @@ from exp.errors import ConfigError, ErrorDetails, raise_errors
 from exp.shared_types import Stage
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-# The maximum number of picture headers that are read before the run. The pictures are evenly spaced.
+# The maximum number of pictures that are checked before the run. They are evenly spaced in the list of all pictures.
 LOOKED_AT = 2000
-# Folders that file managers, network drives and archives create next to pictures.
+# The names of folders that file managers, network drives and archives create next to pictures.
 JUNK = ("__macosx", "@eadir", "lost+found")
 FITTED = "images"
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures float32 `[C, H, W]` with a target: a class, int64 `[]`, or a number, float32 `[1]`.
+    """Data set of picture files.
 
-    Before the run, the headers of at most 2,000 pictures are checked. The others are checked when they are read.
+    The input is a picture, float32 `[C, H, W]`. The target is a class number, int64 `[]`, or a number to predict,
+    float32 `[1]`. The headers of at most 2,000 pictures are checked before the run. The other pictures are checked when
+    they are read.
 
     Args:
-        path: A folder with one folder for each class, or with folders train, val and test of class folders. Also a CSV
-            file with a column of paths, which are relative to the CSV file. `path` is relative to the current folder or
-            to `directory`.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        target: The column of the CSV file to predict.
-        picture: The column of the CSV file with the paths.
-        task: "classification" or "regression"; see Csv.
+        path: A folder or a CSV file, relative to the current folder or to `directory`. A folder contains one folder for
+            each class, or folders train, val and test that contain the class folders. A CSV file has a column of paths,
+            which are relative to the folder of the CSV file.
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        target: The column of the CSV file to predict. Default: `target`.
+        picture: The column of the CSV file that contains the paths. Default: `path`.
+        task: The task for the column `target` of a CSV file: "classification" or "regression". Default:
+            "classification".
         resize: See PictureForm.
         crop: See PictureForm.
         mode: See PictureForm.
         mean: See PictureForm.
         std: See PictureForm.
-        any_size: Whether pictures may differ in size. Set it if transforms resize them to one size.
+        any_size: Whether pictures may differ in size. Default: False. True is for pictures that transforms resize to
+            the same size.
+
+    Attributes:
+        own_parts: The data set of each split, if the folder contains folders train, val and test. Empty otherwise.
 
     Raises:
-        ConfigError: A picture does not exist, cannot be read, or differs in size or mode, or there are fewer than two
-            classes.
+        ConfigError: A picture does not exist or cannot be read, pictures differ in size or mode, or there are fewer
+            than two classes.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledImages"
@@ -113,21 +121,24 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return part
 
     def _join(self) -> None:
-        """Concatenate the pictures of all splits. Classes are numbered as in the training split."""
+        """Set the files and targets to those of all splits. The class numbers of the training split are used."""
         fitted = self.own_parts["train"].fit()
         parts = [part.prepare(fitted) for part in self.own_parts.values()]
         self.files, self.classes = [file for part in parts for file in part.files], parts[0].classes
         self.targets = torch.cat([part.targets for part in parts])
 
     def fit(self) -> Fitted:
-        """Return the names of the classes in the order of their numbers."""
+        """Return the statistics of this split: the names of the classes in the order of their numbers."""
         return {FITTED: {"classes": list(self.classes)}}
 
     def prepare(self, fitted: Fitted) -> Images:
-        """Return these pictures with targets that are numbers of the training split's classes.
+        """Return a copy of this split that uses the class numbers of the training split.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
-            ConfigError: A class does not exist in the training split.
+            ConfigError: A class of this split does not exist in the training split.
         """
         known: list[str] = fitted_entry(fitted, FITTED, part=self)["classes"]
         unknown = [name for name in self.classes if name not in known]
@@ -145,17 +156,25 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.classes) or None
 
     def select(self, indices: Tensor) -> Self:
-        """Return the pictures at indices as a data set."""
+        """Return a data set of the pictures at some indices.
+
+        Args:
+            indices: The indices, int64 `[n]`.
+        """
         part = copy.copy(self)
         part.files = [self.files[index] for index in indices.tolist()]
         part.targets, part.indices = self.targets[indices], indices
         return part
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Return the texts of a column of the CSV file that lists the pictures.
+        """Return the texts in a column of the CSV file that lists the pictures.
+
+        Args:
+            name: The name of the column.
+            key: The config key that contains the name of the column, for the error.
 
         Raises:
-            ConfigError: The pictures are in folders, or the column does not exist. The error is reported at `key`.
+            ConfigError: The pictures are in class folders instead of a CSV file, or the column does not exist.
         """
         if self.listing is None:
             expected = "pictures that a CSV file lists"
@@ -170,7 +189,10 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self.form.read(self.files[index], named=self.files[index]), self.targets[index]
 
     def _look(self) -> None:
-        """Raise ConfigError if a file is not a picture, or if pictures differ in mode or size."""
+        """Raise ConfigError if a file is not a picture, or if pictures differ in mode or size.
+
+        At most LOOKED_AT files are opened. Different sizes are accepted if pictures are cropped or `any_size` is True.
+        """
         modes, sizes = dict[str, str](), dict[tuple[int, int], str]()
         for file in self.files[:: -(-len(self.files) // LOOKED_AT)]:
             try:
@@ -203,7 +225,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RandomFlip:
-    """Mirrors a picture `[C, H, W]` from left to right with probability `p`."""
+    """Transform that mirrors a picture `[C, H, W]` from left to right at random.
+
+    Args:
+        p: The probability that a picture is mirrored. Default: 0.5.
+    """
 
     def __init__(self, *, p: float = 0.5) -> None:
         self.p = p
@@ -213,11 +239,11 @@ class RandomFlip:
 
 
 class RandomCrop:
-    """Cuts a random rectangle from a picture `[C, H, W]`.
+    """Transform that cuts a rectangle from a picture `[C, H, W]` at a random position.
 
     Args:
-        size: The side of a square in pixels, or [H, W].
-        padding: The number of zero pixels that are added on each side before cropping.
+        size: The size of the rectangle in pixels: the side of a square, or [H, W].
+        padding: The number of zero pixels that are added on each side of the picture before cropping. Default: 0.
     """
 
     def __init__(self, *, size: int | Sequence[int], padding: int = 0) -> None:
@@ -236,13 +262,13 @@ class RandomCrop:
 def pictures_below(folder: str | Path) -> Iterator[str]:
     """Yield the paths of the pictures in a folder and its subfolders, sorted by name.
 
-    Hidden files, folders named in JUNK, and links to folders are skipped.
+    Hidden files and folders, folders with a name in JUNK, and links to folders are skipped.
     """
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=operator.attrgetter("name")):
             if entry.name.startswith("."):
-                continue  # such as .ipynb_checkpoints, and ._name.png of macOS
-            # scandir returns the type of each entry. A system call for each file would double the time.
+                continue  # Examples: .ipynb_checkpoints, and ._name.png, which macOS writes.
+            # scandir has already read the type of each entry. A system call for each file would double the time.
             if entry.is_dir(follow_symlinks=False):
                 if entry.name.casefold() not in JUNK:
                     yield from pictures_below(entry.path)
@@ -251,7 +277,10 @@ def pictures_below(folder: str | Path) -> Iterator[str]:
 
 
 def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
-    """Return the pictures of all class folders, the class number of each picture, and the sorted names of the classes.
+    """Return the pictures and classes in a folder that contains one folder for each class.
+
+    Returns:
+        The paths of the pictures, the class number of each picture, int64 `[N]`, and the sorted names of the classes.
 
     Raises:
         ConfigError: A class has no picture, or there are fewer than two classes.
@@ -272,10 +301,14 @@ def _in_folders(folder: Path) -> tuple[list[str], Tensor, tuple[str, ...]]:
 
 
 def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
-    """Return the folders of the splits train, val and test; empty if folders with these names are classes.
+    """Return the folder of each split, by name, in a folder that is divided into splits.
+
+    Return an empty mapping if the folder is not divided into splits: it contains no training split with class folders,
+    or no second split.
 
     Raises:
-        ConfigError: Two folders are the same split, or another folder of class folders is next to the splits.
+        ConfigError: Two folders belong to the same split, or a folder next to the splits contains folders and is not a
+            split.
     """
     folders = [one for one in _folders_in(folder) if _folders_in(one)]
     named = [(stage, one) for stage, names in PART_NAMES.items() for one in folders if one.name.casefold() in names]
@@ -291,14 +324,24 @@ def _folders_of_parts(folder: Path) -> dict[Stage, Path]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    # scandir returns the type of each entry, which avoids a system call for each file of a class.
+    # scandir has already read the type of each entry. No system call is needed for each file of a class.
     with os.scandir(folder) as entries:
         found = [Path(one.path) for one in entries if not one.name.startswith(".") and one.is_dir()]
     return sorted(one for one in found if one.name.casefold() not in JUNK)
 
 
 def _read_list(file: Path, *, target: Name, picture: Name, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
-    """Return the pictures that a CSV file lists, their targets, and the names of the classes.
+    """Return the pictures and targets that a CSV file lists.
+
+    Args:
+        file: The CSV file.
+        target: The column of targets.
+        picture: The column of paths.
+        task: The task.
+
+    Returns:
+        The paths of the pictures, their targets, and the names of the classes. Targets are int64 `[N]` for class
+        numbers, and float32 `[N, 1]` for a regression. There are no class names for a regression.
 
     Raises:
         ConfigError: A picture does not exist, or there are fewer than two classes.

@@ -1,4 +1,7 @@
-"""Data sets in memory, and their loader. The loader reads several batches with one tensor of indices."""
+"""Data sets in memory, their loader, and the interfaces of data sets.
+
+The loader reads several batches with a single index operation.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +24,35 @@ from exp.shared_types import Batch, Stage
 
 Entries = tuple[Tensor, ...] | dict[str, Tensor]
 AnyDataset: TypeAlias = "Dataset[object] | Indexed"
-# Statistics of the training split by name: tensors and plain values, which checkpoints store.
+# Statistics of the training split by name. The values are tensors or Python objects that a checkpoint can store.
 Fitted: TypeAlias = Mapping[str, Any]
 
-# The number of bytes that are gathered at once. It suffices to permute a small data set in one call, and is small
-# enough for the cache: with 32 MiB, new memory pages made batches of text seven times slower.
+# The number of bytes of samples that are read with one index operation. 4 MiB suffice to read a small data set in one
+# operation. With 32 MiB, batches of text took seven times as long, because memory pages were allocated again and again.
 CHUNK_BYTES = 4 * 2**20
 
 
 @runtime_checkable
 class Indexed(Protocol):
-    """A data set that reads a whole batch in one call."""
+    """Interface of data sets that can read a whole batch in one call."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def gather(self, indices: Tensor) -> Entries:
-        """Return the samples at indices.
+        """Return a batch of the samples at some indices.
 
         Args:
             indices: The indices of b samples, int64 `[b]`.
 
         Returns:
-            The pair (input, target), or a mapping, of new tensors `[b, ...]`.
+            The pair (input, target), or a mapping from names to values. The values are new tensors `[b, ...]`.
         """
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set of any library that returns a sample by its index."""
+    """Interface of data sets that return a sample by its index, such as torch's map-style data sets."""
 
     def __len__(self) -> int: ...
 
@@ -58,100 +61,116 @@ class Samples(Protocol):
 
 @runtime_checkable
 class EpochDependent(Protocol):
-    """Data in memory that has different samples in each epoch, such as blocks of a text at another offset."""
+    """Interface of data sets in memory with different samples in each epoch.
+
+    An example is a text that is cut into blocks at a different offset in each epoch.
+    """
 
     def at_epoch(self, *, seed: int, epoch: int) -> Indexed:
-        """Return the training samples of an epoch. Every epoch has the same number of samples."""
+        """Return the training samples of an epoch. Every epoch has the same number of samples.
+
+        Args:
+            seed: The seed of the run.
+            epoch: The epoch, counted from 0.
+        """
 
 
 @runtime_checkable
 class Splittable(Protocol):
-    """A data set that divides itself into splits.
+    """Interface of data sets that divide their samples into splits themselves.
 
-    Random samples would be a wrong split, for example for a time series.
+    A time series, for example, must not be divided at random.
     """
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> Mapping[Stage, AnyDataset]:
-        """Return the splits by stage.
+        """Return a mapping from the names of the splits to their data sets.
 
         Args:
-            sizes: The size of each split: a number of samples, or a fraction of the data set.
+            sizes: The size of each split by name: a number of samples, or a fraction of the data set.
         """
 
 
 @runtime_checkable
 class Selectable(Protocol):
-    """A data set that can return a subset of its samples as a data set."""
+    """Interface of data sets that can return a subset of their samples as a data set."""
 
     def select(self, indices: Tensor) -> AnyDataset:
-        """Return the samples at indices, int64 `[n]`, as a data set of the same class."""
+        """Return a data set of the same class with the samples at some indices.
+
+        Args:
+            indices: The indices, int64 `[n]`.
+        """
 
 
 @runtime_checkable
 class Fittable(Protocol):
-    """A split that is prepared with statistics of the training split, such as a mean or a vocabulary."""
+    """Interface of splits that are prepared with statistics of the training split, such as a mean or a vocabulary."""
 
     def fit(self) -> Fitted:
-        """Return the statistics of this split. exp calls it for the training split only."""
+        """Return the statistics of this split. exp calls this method only for the training split."""
 
     def prepare(self, fitted: Fitted) -> AnyDataset:
-        """Return this split with prepared samples, for example standardized ones.
+        """Return a data set with the samples of this split after their preparation, such as standardization.
 
         Args:
-            fitted: The statistics of the training split, computed in this run or read from a checkpoint.
+            fitted: The statistics of the training split. They were computed in this run, or read from a checkpoint.
         """
 
 
 @runtime_checkable
 class Noted(Protocol):
-    """A split with notes for users that are available once the split is prepared."""
+    """Interface of splits that have notes for users, for example about words that the training split does not have."""
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """Return the notes, one line each.
+        """Return the notes on this split. Each note is one line.
 
         Args:
             fitted: The statistics of the training split.
-            stage: The stage of this split.
+            stage: The name of this split.
         """
 
 
 @runtime_checkable
 class Raw(Protocol):
-    """A split that can return samples in the units of its file, before standardization."""
+    """Interface of splits that can return samples in the units of their file, before standardization."""
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the samples at indices before they are standardized, by entry name.
+        """Return the samples at some indices before standardization.
 
         Args:
-            indices: The indices, int64 `[b]`.
+            indices: The indices of b samples, int64 `[b]`.
             fitted: The statistics of the training split.
+
+        Returns:
+            A mapping from the names of the entries to tensors `[b, ...]`.
         """
 
 
 class Gathered(Dataset[Entries], ABC):
-    """Base class of data sets with `gather`. A single sample is read as a batch of one sample."""
+    """Base class of data sets with a method `gather`, which also reads single samples."""
 
     @abstractmethod
     def gather(self, indices: Tensor) -> Entries:
-        """Return the samples at indices; see Indexed."""
+        """Return a batch of the samples at some indices; see Indexed.gather."""
 
     def __getitem__(self, index: int) -> Entries:
         return map_tensors(self.gather(torch.tensor([index])), lambda tensor: tensor[0])
 
 
 class Tensors(Dataset[Entries]):
-    """Tensors of equal length as a data set: a pair (input, target), or a mapping of names to tensors.
+    """Data set of tensors in memory, all of the same length.
 
     Args:
-        entries: The tensors.
-        num_classes: The number of classes; None for a regression, or if the number is unknown.
-        num_outputs: The number of values that a model returns for a sample. None if the classes or the target determine
-            it.
+        entries: The pair (input, target), or a mapping from names to tensors. Row i of all tensors is sample i.
+        num_classes: The number of classes. Default: None, for a regression, or if the number is unknown.
+        num_outputs: The number of values that the model predicts for a sample. Default: None, which means the number of
+            classes, or the size of the target.
 
     Attributes:
-        indices: The indices of these samples in the data set from which they were selected; None without selection.
-        whole_length: The length of the data set from which these samples were selected; None without selection.
-        value_names: The names of columns and classes, for display.
+        indices: The indices of the samples in the original data set, if `select` returned this data set. None
+            otherwise.
+        whole_length: The length of the original data set, if `select` returned this data set. None otherwise.
+        value_names: The names of columns and classes, for display. None if they have no names.
     """
 
     indices: Tensor | None = None
@@ -175,7 +194,11 @@ class Tensors(Dataset[Entries]):
         return map_tensors(self.entries, lambda tensor: tensor.index_select(0, indices))
 
     def select(self, indices: Tensor) -> Self:
-        """Return a data set of the same class with copies of the samples at indices."""
+        """Return a data set of the same class with copies of the samples at some indices.
+
+        Args:
+            indices: The indices, int64 `[n]`.
+        """
         part = copy.copy(self)
         part.entries = self.gather(indices)
         part.indices, part.whole_length = indices, len(self)
@@ -183,7 +206,12 @@ class Tensors(Dataset[Entries]):
 
 
 class Selection(Gathered):
-    """A subset of a data set in memory that refers to the samples without copying them."""
+    """Subset of a data set in memory. The samples are not copied.
+
+    Args:
+        source: The data set.
+        indices: The indices of the subset's samples in the data set, int64 `[n]`.
+    """
 
     def __init__(self, *, source: Indexed, indices: Tensor) -> None:
         self.source = source
@@ -203,10 +231,19 @@ class Selection(Gathered):
 
 
 class IndexedLoader(Loader):
-    """Loader that gathers the samples of this rank by index, a chunk of several batches at a time.
+    """Loader of data in memory. It reads a chunk of several batches with one index operation.
 
-    A chunk always starts at the same batch number, also after a resume. Each batch therefore has the same alignment in
-    memory as without a resume. Another alignment may change the last bit of a vectorized kernel's result.
+    Chunks start at fixed batch numbers. A resumed run therefore reads the same chunks as an uninterrupted run, so that
+    each batch has the same alignment in memory. A different alignment may change the last bit of the result of a
+    vectorized kernel.
+
+    Args:
+        stage: The name of the split.
+        dataset: The split.
+        sampler: The sampler, which yields the samples of this rank.
+        pin_memory: Whether batches are copied to pinned memory.
+        form: The conversion of batches for the network.
+        labels: The valid labels. Default: None, which does not check labels.
     """
 
     sampler: ShareSampler
@@ -240,7 +277,7 @@ class IndexedLoader(Loader):
         chunk = self._chunk if isinstance(self.batches, GlobalBatches) else 1
         first = start - start % chunk
         spans = enumerate(self.batches.spans(epoch, first), first)
-        # All batches of a chunk have the same size. A short last batch is a chunk with one batch.
+        # All batches of a chunk have the same size. If the last batch of the epoch is shorter, it forms its own chunk.
         for _, several in itertools.groupby(spans, lambda pair: (pair[0] // chunk, pair[1][1] - pair[1][0])):
             numbered = list(several)
             (number, (begin, end)), (_, (_, stop)) = numbered[0], numbered[-1]
@@ -251,7 +288,13 @@ class IndexedLoader(Loader):
                 yield Batch(data, mine.size, size, self.sampler.world_size)
 
     def _views(self, dataset: Indexed, indices: Tensor, *, each: int) -> list[Entries]:
-        """Return the samples at indices as batches of `each` samples. The batches are views of shared tensors."""
+        """Return the samples at some indices as consecutive batches. The batches are views of the same tensors.
+
+        Args:
+            dataset: The data set.
+            indices: The indices of the samples in all batches, int64 `[n]`.
+            each: The number of samples in a batch.
+        """
         entries = cast(Entries, self._form(gather_samples(dataset, indices, stage=self.stage)))
         if self._labels is not None:
             self._labels.refuse(entries, lambda place: sample_name(dataset, int(indices[place]), stage=self.stage))
@@ -264,7 +307,16 @@ class IndexedLoader(Loader):
 
 
 def gather_samples(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entries:
-    """Return the samples at indices. Raise UserCodeError if a user's data set fails."""
+    """Return a batch of the samples at some indices.
+
+    Args:
+        dataset: The split.
+        indices: The indices, int64 `[b]`.
+        stage: The name of the split, for the error.
+
+    Raises:
+        UserCodeError: The data set raises an error.
+    """
     try:
         return dataset.gather(indices)
     except Exception as error:
@@ -273,14 +325,23 @@ def gather_samples(dataset: Indexed, indices: Tensor, *, stage: Stage) -> Entrie
 
 
 def sample_name(dataset: object, index: int, *, stage: Stage) -> str:
-    """Return a sample's name for messages: its index in the split, and its index in the whole data set."""
+    """Return the name of a sample for messages, such as "sample 3 of val (sample 17 of data.dataset)".
+
+    Args:
+        dataset: The split.
+        index: The index of the sample in the split.
+        stage: The name of the split.
+    """
     indices = getattr(dataset, "indices", None) if isinstance(dataset, Tensors | Selection | Subset) else None
     within = "" if indices is None else f" (sample {int(indices[index])} of data.dataset)"
     return f"sample {index} of {stage}{within}"
 
 
 def as_indexed(dataset: AnyDataset) -> AnyDataset:
-    """Return a TensorDataset of torch, or its Subset, as a data set in memory. Return any other data set unchanged."""
+    """Return a data set with a method `gather` for torch's TensorDataset, or for a Subset of such a data set.
+
+    Return any other data set unchanged.
+    """
     if type(dataset) is TensorDataset:
         return Tensors(entries=dataset.tensors)
     if type(dataset) is Subset:
@@ -291,14 +352,14 @@ def as_indexed(dataset: AnyDataset) -> AnyDataset:
 
 
 def samples_in(dataset: AnyDataset) -> int:
-    """Return the length of a data set.
+    """Return the number of samples in a data set.
 
     The function exists because the type of torch's Dataset does not declare `__len__`.
 
     Raises:
         TypeError: The data set has no length.
         NotImplementedError: The data set has no length.
-        UserCodeError: The user's method fails.
+        UserCodeError: The method `__len__` of a user's data set raises another error.
     """
     try:
         return len(cast(Sized, dataset))
@@ -309,5 +370,5 @@ def samples_in(dataset: AnyDataset) -> int:
 
 
 def tensors_of(entries: Entries) -> tuple[Tensor, ...]:
-    """Return the tensors of a sample or a batch, which is a pair or a mapping."""
+    """Return the tensors of a sample or batch without their names."""
     return tuple(entries.values()) if isinstance(entries, Mapping) else tuple(entries)

@@ -1,4 +1,8 @@
-"""Transforms of several entries of a sample or batch, chosen by parameter name, or all as in torchvision's v2."""
+"""Transforms that change several entries of a sample or batch together.
+
+An entry is a named value of a sample, such as `input` or `target`. A transform of the user receives the entries that
+have the names of its parameters. A transform of torchvision.transforms.v2 receives all entries.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ from exp.shared_types import Stage
 from exp.spelling import among, did_you_mean
 
 Transform = Callable[[Any], Any]
-# The value of a config key such as data.transforms: a list, or a mapping of names to transforms.
+# The type of data.transforms and similar config keys: a list of transforms, or a mapping from names to transforms.
 Transforms = Mapping[str, Transform] | Sequence[Transform] | None
 
 
 class SampleTransform(ABC):
-    """A transform that receives and returns a whole sample or batch."""
+    """Base class of transforms that receive and return a whole sample or batch instead of its input."""
 
     @abstractmethod
     def __call__(self, sample: object) -> object: ...
@@ -31,15 +35,16 @@ class SampleTransform(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class JointTransform(SampleTransform):
-    """Calls a transform with the entries that its parameter names select, and stores the returned values.
+    """Adapter that calls a user's transform with the entries that have the names of its parameters.
 
-    The transform returns one value for each parameter, in order, or a mapping of changed or new entries.
+    The transform returns a mapping of changed or new entries, or one value for each parameter in the order of the
+    parameters. The returned values replace the entries of the sample.
 
     Args:
-        transform: The transform.
-        names: The names of the parameters.
-        inputs: The names of a sample's values, from data.inputs.
-        key: The config key below `data.`, for messages.
+        transform: The user's transform.
+        names: The names of its parameters.
+        inputs: The names of a sample's values, from data.inputs. Empty if the values have no names.
+        key: The config key of the transform below `data.`, for messages.
     """
 
     transform: Callable[..., object]
@@ -51,8 +56,8 @@ class JointTransform(SampleTransform):
         """Return the transformed sample.
 
         Raises:
-            ConfigError: A parameter has the name of an entry that does not exist.
-            TypeError: The transform returns a wrong number of values.
+            ConfigError: The sample has no entry with the name of a parameter.
+            TypeError: The number of returned values differs from the number of parameters.
         """
         named = named_entries(sample, self.inputs)
         for name in self.names:
@@ -75,15 +80,16 @@ class JointTransform(SampleTransform):
 
 @dataclass(frozen=True, kw_only=True)
 class V2Transform(SampleTransform):
-    """Calls a transform of torchvision.transforms.v2 like torchvision does.
+    """Adapter that calls a transform of torchvision.transforms.v2.
 
-    A sample with tv_tensors is passed completely, so that masks and boxes change with their picture. For other samples,
-    only the input is passed. A batch transform such as CutMix or MixUp receives the input and the target.
+    If a sample contains tv_tensors, the transform receives the whole sample, so that masks and boxes change together
+    with their picture. If a sample contains no tv_tensors, the transform receives only the input. A transform of
+    batches, such as CutMix or MixUp, receives the input and the target.
 
     Args:
-        transform: The transform.
-        is_batch: Whether the transform receives batches.
-        inputs: The names of a sample's values, from data.inputs.
+        transform: The transform of torchvision.
+        is_batch: Whether the transform receives batches instead of samples.
+        inputs: The names of a sample's values, from data.inputs. Empty if the values have no names.
     """
 
     transform: Callable[..., Any]
@@ -94,7 +100,8 @@ class V2Transform(SampleTransform):
         """Return the transformed sample or batch.
 
         Raises:
-            ConfigError: Several plain tensors have the size of the picture. Only one of them would be transformed.
+            ConfigError: A sample without tv_tensors has several tensors of the same height and width, such as a picture
+                and its mask. torchvision would transform only one of them.
         """
         if self.is_batch and isinstance(sample, Mapping) and sample.keys() >= {*PAIR}:
             return {**sample, **dict(zip(PAIR, self.transform(*(sample[name] for name in PAIR)), strict=True))}
@@ -117,15 +124,15 @@ class V2Transform(SampleTransform):
 
 
 class StageTransforms:
-    """The transforms of samples and of batches, by stage.
+    """Transforms of the samples and of the batches of each split.
 
     Args:
-        given: The transforms by config key.
-        held: The names of a sample's values.
-        names: The names of a batch's values.
+        given: The transforms in the config, by key below `data.`, such as `train_transforms`.
+        held: The names of a sample's values before collation.
+        names: The names of a batch's values after collation. They include masks and lengths that Pad adds.
 
     Attributes:
-        steps: The transforms by config key, in order.
+        steps: The transforms in the order of their application, by key below `data.`.
     """
 
     def __init__(self, given: Mapping[str, Transforms], *, held: Sequence[str], names: Sequence[str]) -> None:
@@ -135,20 +142,20 @@ class StageTransforms:
         }
 
     def of(self, stage: Stage) -> tuple[Transform, ...]:
-        """Return the transforms of samples in a stage, in order."""
+        """Return the transforms of the samples in a split, in the order of their application."""
         own = "train_transforms" if stage == "train" else "eval_transforms"
         return (*self.steps[own], *self.steps["transforms"])
 
     def of_batch(self, stage: Stage) -> tuple[Transform, ...]:
-        """Return the transforms of batches in a stage, in order."""
+        """Return the transforms of the batches of a split, in the order of their application."""
         own = self.steps["train_batch_transforms"] if stage == "train" else ()
         return (*own, *self.steps["batch_transforms"])
 
 
 def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
-    """Return a sample or batch after all transforms.
+    """Return a sample or batch after several transforms, applied in order.
 
-    A SampleTransform receives the whole sample. Other transforms receive the input; see apply_to_input.
+    A SampleTransform receives the whole sample. Other transforms receive only the input; see apply_to_input.
     """
     for transform in transforms:
         is_whole = isinstance(transform, SampleTransform)
@@ -157,9 +164,10 @@ def apply_transforms(sample: object, transforms: Sequence[Transform]) -> object:
 
 
 def apply_to_input(sample: object, transform: Transform) -> object:
-    """Return a sample after a transform of its input. The input is the first value of a pair, or the entry `input`.
+    """Return a sample after a transform of its input.
 
-    The transform receives the whole sample if the sample has more than two values, or no entry `input`.
+    The input is the entry `input` of a mapping, or the first value of a pair. Other samples have no single input, and
+    the transform receives the whole sample.
     """
     if isinstance(sample, Mapping) and "input" in sample:
         return {**sample, "input": transform(sample["input"])}
@@ -169,13 +177,16 @@ def apply_to_input(sample: object, transform: Transform) -> object:
 
 
 def is_tv_tensor(value: object) -> bool:
-    """Return whether a value is a tv_tensor of torchvision, such as Image or Mask. torchvision is not imported."""
+    """Return whether a value is a tv_tensor of torchvision, such as Image or Mask.
+
+    torchvision is not imported. If no other code has imported it, there are no tv_tensors.
+    """
     module = sys.modules.get("torchvision.tv_tensors")
     return module is not None and isinstance(value, module.TVTensor)
 
 
 def plain_tensors(data: object) -> object:
-    """Return data with its tv_tensors converted to plain tensors."""
+    """Return a sample or batch with torchvision's tv_tensors converted to plain tensors."""
     if "torchvision.tv_tensors" not in sys.modules:
         return data
     return map_tensors(data, lambda tensor: tensor.as_subclass(Tensor) if is_tv_tensor(tensor) else tensor)
@@ -184,9 +195,16 @@ def plain_tensors(data: object) -> object:
 def callables(
     transforms: Transforms, key: str, inputs: Sequence[str], *, is_batch: bool = False
 ) -> tuple[Transform, ...]:
-    """Return the transforms of a config key, in order.
+    """Return the transforms of a config key in the order of their application.
 
-    Transforms with several parameters become JointTransform objects.
+    Transforms with several parameters, or with the single parameter `target`, are wrapped in a JointTransform.
+    Transforms of torchvision.transforms.v2 are wrapped in a V2Transform.
+
+    Args:
+        transforms: The value of the config key.
+        key: The config key below `data.`, for messages.
+        inputs: The names of the values that the transforms receive.
+        is_batch: Whether the transforms receive batches instead of samples. Default: False.
     """
     given = transforms.values() if isinstance(transforms, Mapping) else transforms or ()
     return tuple(_joint(transform, key, tuple(inputs), is_batch) for transform in given)
@@ -200,7 +218,7 @@ def _joint(transform: Transform, key: str, inputs: tuple[str, ...], is_batch: bo
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:
-        return transform  # a function in C, which has no signature
+        return transform  # Functions written in C may have no signature.
     names = tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
     if len(names) > 1 or names == (TARGET,):
         return JointTransform(transform=transform, names=names, inputs=inputs, key=key)

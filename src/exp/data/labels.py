@@ -1,4 +1,4 @@
-"""Checks that the labels in targets are valid classes."""
+"""Check that the labels of samples are valid class numbers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from exp.data.data_errors import SampleError, data_detail
 from exp.data.entries import target_in
 from exp.errors import ErrorDetails
 
-# The ignore_index of torch's losses.
+# The label that torch's losses ignore: the default of their parameter ignore_index.
 IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The valid labels of samples.
+    """Rules for the valid labels of samples.
 
     Args:
-        classes: The number of classes; None if targets are not classes.
-        ignored: Labels outside the classes that a loss ignores.
+        classes: The number of classes. Labels from 0 to `classes` - 1 are valid. None if targets are not classes.
+        ignored: Other labels that are valid, because a loss ignores them.
     """
 
     classes: int | None
     ignored: tuple[int, ...]
 
     def first_wrong(self, targets: object) -> tuple[int, int] | None:
-        """Return the first invalid label of a batch; None if all labels are valid.
+        """Return the first invalid label of a batch. Return None if all labels are valid.
 
-        exp checks labels because a loss on a GPU would fail with an assertion that names no sample.
+        Labels are checked because a loss on a GPU stops the program with an assertion that does not name the sample.
 
         Args:
-            targets: Integers `[B, ...]`. Other targets are not labels, and the result is None.
+            targets: The targets of B samples, integers `[B, ...]`. Targets of other dtypes are not labels, so they are
+                valid.
 
         Returns:
             The position of the sample in the batch, and the label.
@@ -57,7 +58,7 @@ class Labels:
 
         Args:
             batch: The batch.
-            name_of: Returns the name of a sample from its position in the batch.
+            name_of: A function that returns the name of a sample, given the position of the sample in the batch.
         """
         wrong = self.first_wrong(target_in(batch))
         if wrong is not None:
@@ -68,8 +69,8 @@ class Labels:
         """Return the details of the error for an invalid label.
 
         Args:
-            label: The label.
-            of: The name of the sample.
+            label: The invalid label.
+            of: The name of the sample that has the label.
         """
         assert self.classes is not None
         fix = (
@@ -84,12 +85,12 @@ class Labels:
 
 
 def is_whole(targets: Tensor) -> bool:
-    """Return whether targets have an integer dtype, so that they are class numbers."""
+    """Return whether targets have an integer dtype. Such targets are class numbers."""
     return not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
 
 
 def classes_in(targets: object) -> int | None:
-    """Return the largest class number plus one; None if targets are not class numbers."""
+    """Return the largest class number plus 1. Return None if the targets are not class numbers."""
     if not isinstance(targets, Tensor) or not is_whole(targets):
         return None
     return int(targets.max()) + 1

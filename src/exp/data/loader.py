@@ -1,4 +1,7 @@
-"""Loaders: iterables of the batches of one rank. Loaders and the orders of samples can be read from any position."""
+"""Base class of loaders, and the order in which the samples of an epoch are read.
+
+A loader yields the batches of one rank. It can start at any batch of any epoch, so that a run can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,30 @@ from exp.data.randomness import permutation, preserve_generators, reseed_epoch, 
 from exp.errors import RunError
 from exp.shared_types import Batch, Stage
 
-# The maximum length of an order that is stored as a tensor, of 32 MiB. Longer orders are computed when they are read.
+# The maximum number of samples whose order is stored as a tensor, which takes 32 MiB. Longer orders are computed when
+# they are read.
 LISTED = 2**22
-# The number of positions that are computed at once: 512 KiB of indices, which makes Python's overhead negligible.
+# The number of positions that are computed at once. They take 512 KiB, which is enough to make Python's overhead
+# negligible.
 PAGE = 2**16
-# The number of half rounds of the Feistel network. Each changes one half of the bits with a hash of the other half.
-# After four, neighboring indices are still correlated; six suffice.
+# The number of half rounds of the Feistel network. A half round changes one half of the bits with a hash of the other
+# half. After four half rounds, the results for neighboring numbers are still correlated. Six half rounds suffice.
 HALF_ROUNDS = 6
 
 
 class Loader(ABC):
-    """Base class of loaders, which yield the batches of one stage on one rank.
+    """Base class of loaders, which yield the batches of one split on one rank.
 
-    Every rank yields the same number of batches.
+    All ranks yield the same number of batches.
 
-    Each iteration over a training loader is the next epoch, starting at epoch 0. An evaluation loader stays at epoch 0,
-    so that its random numbers are the same in each iteration.
+    A training loader starts the next epoch with each iteration. Its first iteration is epoch 0. A loader of another
+    split stays at epoch 0, so that its random numbers are the same in each iteration.
+
+    Args:
+        stage: The name of the split.
 
     Attributes:
-        sampler: Yields the indices of the samples in each batch; None for an IterableDataset.
+        sampler: The sampler that yields the indices of the samples in each batch. None for an IterableDataset.
     """
 
     sampler: ShareSampler | None = None
@@ -47,8 +55,8 @@ class Loader(ABC):
         """Set the position at which the next iteration starts.
 
         Args:
-            epoch: The epoch, from 0.
-            batch: The number of the global batch in the epoch, from 0.
+            epoch: The epoch, counted from 0.
+            batch: The number of the global batch in the epoch, counted from 0.
 
         Raises:
             RunError: The position is outside the data.
@@ -70,7 +78,7 @@ class Loader(ABC):
         """Return the number of global batches in an epoch.
 
         Raises:
-            TypeError: The length of a stream is unknown.
+            TypeError: The split is a stream of unknown length.
         """
         length = self._length()
         if length is None:
@@ -79,29 +87,35 @@ class Loader(ABC):
 
     @abstractmethod
     def _length(self) -> int | None:
-        """Return the number of global batches in an epoch; None if the number is unknown."""
+        """Return the number of global batches in an epoch. Return None if the number is unknown."""
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Return this rank's samples of each global batch, from batch number `start`."""
+        """Yield the samples of this rank in each global batch of an epoch.
+
+        Args:
+            epoch: The epoch, counted from 0.
+            start: The number of the first global batch, counted from 0.
+        """
 
 
 @runtime_checkable
 class Epochs(Protocol):
-    """A data set or sampler with `set_epoch`. exp calls `set_epoch` before an epoch is read."""
+    """Interface of data sets and samplers with a method `set_epoch`. exp calls it before an epoch is read."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
-# The last epoch passed to `set_epoch`, by the id of the data set. Several splits may share a data set, which receives
-# each epoch once.
+# The last epoch passed to `set_epoch`, by the id of the data set. If several splits share a data set, `set_epoch` is
+# called once per epoch.
 _RECEIVED: dict[int, int] = {}
 
 
 def find_epoch_aware(dataset: object) -> tuple[Epochs, ...]:
-    """Return the data sets with `set_epoch`: this data set, or those that it wraps.
+    """Return the data sets that have a method `set_epoch`.
 
-    Wrapped data sets are found in the attributes that torch's data sets use, such as `dataset` and `datasets`.
+    If the data set does not have the method, the data sets that it wraps are searched. They are in the attributes
+    `dataset`, `source` and `datasets`, as in torch's Subset and ConcatDataset.
     """
     if callable(getattr(dataset, "set_epoch", None)) and isinstance(dataset, Epochs):
         _RECEIVED.pop(id(dataset), None)
@@ -113,7 +127,7 @@ def find_epoch_aware(dataset: object) -> tuple[Epochs, ...]:
 
 
 def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
-    """Call `set_epoch` of data sets. Random numbers that it draws depend only on (seed, epoch)."""
+    """Call `set_epoch` of data sets, with random generators that are seeded from (seed, epoch)."""
     for part in parts:
         if _RECEIVED.get(id(part)) != epoch:
             with preserve_generators():
@@ -123,15 +137,15 @@ def set_epochs(parts: Sequence[Epochs], epoch: int, *, seed: int) -> None:
 
 
 class Order(ABC):
-    """The indices of an epoch's samples, by position."""
+    """Base class of the order in which the samples of an epoch are read."""
 
     @abstractmethod
     def slice(self, start: int, stop: int) -> Tensor:
-        """Return the indices at positions start to stop, int64 `[stop - start]`."""
+        """Return the indices of the samples at the positions `start` to `stop` - 1, int64 `[stop - start]`."""
 
 
 class Sequential(Order):
-    """The indices in increasing order."""
+    """Order of increasing indices: 0, 1, 2, ..."""
 
     def slice(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop)
@@ -139,7 +153,11 @@ class Sequential(Order):
 
 @dataclass(frozen=True, eq=False)
 class Listed(Order):
-    """An order that is stored as a tensor of indices, int64 `[N]`."""
+    """Order that is stored as a tensor.
+
+    Args:
+        indices: The indices of the samples in the order in which they are read, int64 `[N]`.
+    """
 
     indices: Tensor
 
@@ -148,12 +166,12 @@ class Listed(Order):
 
 
 class Permuted(Order):
-    """A random permutation of the indices below `length` that is computed from a seed, without storing all indices.
+    """Random permutation of the indices below `length`. It is computed from a seed, without storing all indices.
 
-    A Feistel network permutes the numbers with as many bits as `length`. A number that is not below `length` is
-    permuted again until it is; this takes at most two permutations on average (Black and Rogaway, Ciphers with
-    Arbitrary Finite Domains, 2002). The order is computed in pages. The last page is cached, because reading continues
-    mostly within it.
+    A Feistel network permutes all numbers that have as many bits as `length`. If a result is not below `length`, it is
+    permuted again until it is below. This takes at most two permutations on average (Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains, 2002). The order is computed in pages of consecutive positions. The last page is cached,
+    because the next positions are usually on the same page.
 
     Args:
         length: The number of indices.
@@ -192,14 +210,19 @@ class Permuted(Order):
 
 
 def shuffle_order(length: int, *, seed: int, epoch: int) -> Order:
-    """Return a random order of the indices below `length`. It depends only on (seed, epoch)."""
+    """Return a random order of the indices below `length`. The order depends only on (seed, epoch)."""
     if length <= LISTED:
         return Listed(permutation(seed=seed, epoch=epoch, length=length))
     return Permuted(length=length, seed=seed_for(seed, "order", epoch))
 
 
 def _mix_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Return the numbers hashed with the finalizer of MurmurHash3, uint64 `[n]`."""
+    """Return the hashes of numbers, uint64 `[n]`, computed with the finalizer of MurmurHash3.
+
+    Args:
+        values: The numbers, uint64 `[n]`.
+        key: The key of the hash function.
+    """
     mixed = values ^ key
     mixed ^= mixed >> np.uint64(33)
     mixed *= np.uint64(0xFF51AFD7ED558CCD)
@@ -208,14 +231,16 @@ def _mix_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(33))
 
 
-# A function that returns the indices of an epoch's samples in reading order, int64 `[N]`.
+# A function that returns the indices of the samples in an epoch, in the order in which they are read, int64 `[N]`. Its
+# argument is the epoch, counted from 0.
 Draw = Callable[[int], Tensor]
 
 
 class EpochBatches(ABC):
-    """The samples of all global batches.
+    """Base class of the choice of samples for all global batches of a split.
 
-    They depend only on (seed, epoch), and every epoch has the same number of batches.
+    The samples of a batch depend only on (seed, epoch) and the number of the batch. All epochs have the same number of
+    batches.
 
     Attributes:
         seed: The seed of the run.
@@ -235,24 +260,29 @@ class EpochBatches(ABC):
 
     @abstractmethod
     def spans(self, epoch: int, start: int) -> Iterator[tuple[int, int]]:
-        """Yield the range of positions of each batch in the order of the epoch, from batch number `start`.
+        """Yield the range of positions that each batch takes in the order of the epoch.
+
+        Args:
+            epoch: The epoch, counted from 0.
+            start: The number of the first batch, counted from 0.
 
         Yields:
-            The first position of the batch, and the position after the last.
+            The first position of the batch, and its last position plus 1.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatches(EpochBatches):
-    """Batches of equal size, except a shorter last batch.
+    """Global batches of equal size. Only the last batch of an epoch may be shorter.
 
     Args:
         length: The number of samples in an epoch.
         batch_size: The number of samples in a batch.
-        shuffle: Whether to shuffle the samples.
-        drop_last: Whether to drop a short last batch.
+        shuffle: Whether to shuffle the samples. Ignored if `draw` is set.
+        drop_last: Whether to drop the last batch of an epoch if it is shorter.
         seed: The seed of the run.
-        draw: Returns the indices of an epoch's samples. None reads each of the `length` samples once.
+        draw: A function that returns the indices of the samples in an epoch. Default: None, which reads each of the
+            `length` samples once.
     """
 
     length: int
@@ -278,13 +308,13 @@ class GlobalBatches(EpochBatches):
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The samples of a global batch that one rank reads: the samples `start` to `stop`.
+    """Samples of a global batch that one rank reads: the positions `start` to `stop` - 1.
 
     Args:
-        start: The position of the first sample in the batch.
-        stop: The position after the last sample.
-        size: The number of samples that count. It is 0 on a rank without samples, which reads one sample as a
-            placeholder.
+        start: The position of the rank's first sample in the global batch.
+        stop: The position of the rank's last sample plus 1.
+        size: The number of samples that count. If the batch has fewer samples than ranks, some ranks have size 0. Such
+            a rank reads the first sample as a placeholder, which does not count.
     """
 
     start: int
@@ -293,14 +323,25 @@ class Share:
 
 
 def batch_count(samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Return the number of batches in an epoch. A short last batch counts unless `drop_last` is true."""
+    """Return the number of batches in an epoch.
+
+    Args:
+        samples: The number of samples in an epoch.
+        batch_size: The number of samples in a batch.
+        drop_last: Whether the last batch is dropped if it is shorter.
+    """
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
 def share(*, size: int, rank: int, world_size: int) -> Share:
     """Return the samples of a global batch that a rank reads.
 
-    If `size` is not divisible by `world_size`, the first ranks read one more sample than the others.
+    If `size` is not divisible by `world_size`, the first ranks read one more sample than the other ranks.
+
+    Args:
+        size: The number of samples in the global batch.
+        rank: The rank.
+        world_size: The number of ranks.
     """
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
@@ -309,9 +350,19 @@ def share(*, size: int, rank: int, world_size: int) -> Share:
 
 
 class ShareSampler:
-    """Sampler that yields the samples of this rank in each global batch, as (epoch, index) pairs.
+    """Batch sampler that yields, for each global batch, the samples that this rank reads.
 
-    The epoch is part of each pair because persistent workers keep the data set object of the first epoch.
+    A sample is a pair (epoch, index). Worker processes need the epoch, because persistent workers keep their copy of
+    the data set over all epochs.
+
+    Args:
+        batches: The global batches.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+
+    Attributes:
+        epoch: The epoch of the next iteration, counted from 0.
+        start: The number of the global batch at which the next iteration starts.
     """
 
     def __init__(self, *, batches: EpochBatches, rank: int, world_size: int) -> None:
@@ -326,7 +377,12 @@ class ShareSampler:
         return share(size=size, rank=self.rank, world_size=self.world_size)
 
     def sizes(self, epoch: int, start: int) -> Iterator[tuple[int, Share]]:
-        """Yield the size of each global batch from batch number `start`, and the samples of it that this rank reads."""
+        """Yield the size of each global batch, and the samples of the batch that this rank reads.
+
+        Args:
+            epoch: The epoch, counted from 0.
+            start: The number of the first global batch, counted from 0.
+        """
         for first, last in self.batches.spans(epoch, start):
             yield last - first, self.share_of(last - first)
 

@@ -1,4 +1,4 @@
-"""The settings that make batches from the splits."""
+"""Settings that make batches from the samples of the splits."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Loading:
 
     Args:
         batching: The splits, and the settings that decide which samples form each global batch.
-        form: The conversion of batches for the network.
+        form: The function that converts batches to the form that the network expects.
         collate_setting: The value of data.collate.
-        transform_settings: The transforms by config key.
+        transform_settings: The transforms in the config, by key below `data.`, such as `train_transforms`.
         labels: The valid labels.
         options: The options of torch's DataLoader.
         shuffle_buffer: The number of samples in the shuffle buffer of an IterableDataset.
 
     Attributes:
         collate: The function that makes a batch from a list of samples.
-        names: The names of a sample's values before collation. Names that the collate function adds, such as masks, are
-            not included.
+        names: The names of a sample's values before collation. Values that the collate function adds, such as masks,
+            are not included.
         transforms: The transforms of samples and of batches.
     """
 
@@ -71,16 +71,16 @@ class Loading:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that have a split."""
+        """The names of the splits: some or all of `train`, `val` and `test`."""
         return tuple(self.parts)
 
     @property
     def parts(self) -> Mapping[Stage, AnyDataset]:
-        """The splits by stage."""
+        """The splits by name."""
         return self.batching.parts
 
     def part(self, stage: Stage) -> Any:
-        """Return the split of a stage. Raise RunError if the stage has no split."""
+        """Return a split by its name. Raise RunError if the data has no such split."""
         if stage not in self.parts:
             raise RunError(
                 f"data has no {stage} split; expected one of {', '.join(self.parts)}. "
@@ -89,17 +89,20 @@ class Loading:
         return self.parts[stage]
 
     def is_indexed(self, stage: Stage) -> bool:
-        """Return whether the batches of a stage are gathered by index, without torch's DataLoader."""
+        """Return whether the batches of a split are read with index operations instead of torch's DataLoader."""
         is_plain = self.collate is default_collate and not self.transforms.of(stage)
         return is_plain and isinstance(self.parts[stage], Indexed)
 
     def loader(self, stage: Stage, *, rank: int = 0, world_size: int = 1) -> Loader:
-        """Return the loader of a stage for one rank.
+        """Return the loader of a split for one rank.
 
-        Training is shuffled by (seed, epoch); other stages are read in order.
+        Args:
+            stage: The name of the split.
+            rank: The rank. Default: 0.
+            world_size: The number of ranks. Default: 1.
 
         Raises:
-            RunError: The stage has no split.
+            RunError: The data has no such split.
         """
         dataset = self.part(stage)
         if isinstance(dataset, IterableDataset):
@@ -121,7 +124,7 @@ class Loading:
         return WorkerLoader(stage=stage, source=source, sampler=sampler, options=self.options, assembly=assembly)
 
     def stream(self, stage: Stage, dataset: IterableDataset[object]) -> ShareOfStream:
-        """Return the batches of an IterableDataset for a single rank."""
+        """Return the batches of a split that is an IterableDataset, for a run with a single rank."""
         shuffle = self.batching.shuffle and stage == "train"
         return ShareOfStream(
             dataset=dataset,
@@ -138,22 +141,22 @@ class Loading:
         )
 
     def source(self, stage: Stage) -> SampleSource:
-        """Return the transformed samples of a stage, which are read by (epoch, index)."""
+        """Return the samples of a split after their transforms. The key of a sample is the pair (epoch, index)."""
         dataset = cast(Dataset[object], self.part(stage))
         return SampleSource(dataset=dataset, transforms=self.transforms.of(stage), seed=self.batching.seed, stage=stage)
 
     def assembly(self, name_of: Callable[[int], str]) -> Assembly:
-        """Return the function that makes checked batches from samples.
+        """Return the function that makes a batch from a list of samples and checks its labels.
 
         Args:
-            name_of: Returns the name of a sample from its index, for messages.
+            name_of: A function that returns the name of a sample for messages, given the index of the sample.
         """
         return Assembly(collate=self.collate, form=self.form, labels=self.labels, name_of=name_of)
 
     def check_labels(self) -> None:
-        """Raise ConfigError for an invalid label of a Tensors data set.
+        """Raise ConfigError if a split that is a Tensors data set has an invalid label.
 
-        Labels of other data sets are checked when they are read.
+        The labels of other data sets are checked when their samples are read.
         """
         for stage, part in self.parts.items():
             targets = target_in(by_name(part.entries, self.form.names)) if isinstance(part, Tensors) else None
@@ -162,7 +165,7 @@ class Loading:
                 raise ConfigError([self.labels.error(label, of=sample_name(part, index, stage=stage))])
 
     def first_sample(self, stage: Stage) -> object:
-        """Return a batch of the first sample."""
+        """Return a batch that contains only the first sample of a split."""
         part = self.part(stage)
         if isinstance(part, Indexed) and self.is_indexed(stage):
             return self.form(gather_samples(part, torch.zeros(1, dtype=torch.int64), stage=stage))
@@ -175,7 +178,7 @@ class Loading:
         return self.form(self.collate([plain_tensors(read) if self.collate is default_collate else read]))
 
     def read_first(self, stage: Stage, *, seconds: float) -> object:
-        """Return the first samples as a batch before batch transforms; see Data.first_samples."""
+        """Return a batch of the first samples of a split before batch transforms; see Data.first_samples."""
         part, size = self.part(stage), self.batching.batch_size
         if isinstance(part, IterableDataset):
             if not isinstance(part, Recorded):

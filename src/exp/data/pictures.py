@@ -1,6 +1,6 @@
 """Conversion of pictures to tensors.
 
-Pictures are rotated as their EXIF data state, converted, resized and normalized.
+The steps are: rotate by the EXIF orientation, convert to gray or RGB, resize, crop and normalize.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from exp.errors import ErrorDetails
 Mode = Literal["L", "RGB"]
 # The parameters of PictureForm.
 OPTIONS = ("resize", "crop", "mode", "mean", "std")
-# The modes that need no conversion.
+# pillow's modes that need no conversion.
 KEPT = ("L", "RGB")
-# pillow's modes with at most 8 bits per channel, which can be converted.
+# pillow's modes with at most 8 bits per channel. Only these modes are supported.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-# EXIF's orientations that exchange width and height.
+# The EXIF orientations for which width and height are exchanged.
 ON_ITS_SIDE = (5, 6, 7, 8)
-# pillow's names of the EXIF data in a PNG.
+# The keys under which pillow stores the EXIF data of a PNG file.
 EXIF_OF_PNG = {"exif", "Raw profile type exif", "XML:com.adobe.xmp"}
 # The exceptions that pillow raises if a file is not a picture, or is truncated.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class PictureForm:
-    """Reads pictures as float32 `[C, H, W]`. Pixels are from 0 to 1, and are then normalized by `mean` and `std`.
+    """Conversion of pictures to tensors, float32 `[C, H, W]`.
 
-    Transparent pixels are drawn on white.
+    Pixels are scaled to the range 0 to 1 and then normalized: (pixel - mean) / std. Transparent pixels are drawn on
+    white.
 
     Args:
-        resize: The length of the shorter side in pixels, or [H, W]; None for no resizing.
-        crop: The side of a square in pixels, or [H, W], that is cut from the center after resizing; None for no
-            cropping.
-        mode: The mode to which pictures are converted: "RGB", or "L" for gray. None if all pictures are RGB or all are
-            gray.
-        mean: The mean of each channel, which is subtracted; None for no normalization.
-        std: The standard deviation of each channel, which divides.
+        resize: The size in pixels to which pictures are resized: the length of the shorter side, or [H, W]. Default:
+            None, which does not resize pictures.
+        crop: The size in pixels of the rectangle that is cut from the center after resizing: the side of a square, or
+            [H, W]. Default: None, which does not crop pictures.
+        mode: The mode to which pictures are converted: "RGB", or "L" for gray. Default: None, which requires that all
+            pictures are RGB or all are gray.
+        mean: The mean of each channel. Default: None, which does not normalize pixels.
+        std: The standard deviation of each channel. Default: None, which does not normalize pixels.
 
     Raises:
         ConfigError: A size is invalid, or only one of `mean` and `std` is set.
@@ -69,16 +71,21 @@ class PictureForm:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PictureForm:
-        """Return the form from a data set's options in the config. Missing options have their default."""
+        """Return the conversion that a data set's options in the config describe.
+
+        Args:
+            options: The options by name. Missing options have their default. Options that do not describe the
+                conversion are ignored.
+        """
         return cls(**{name: options[name] for name in OPTIONS if name in options})
 
     def read(self, source: str | Path | BinaryIO | Image.Image, *, named: str, key: str = "dataset.path") -> Tensor:
         """Return a picture as a tensor, float32 `[C, H, W]`.
 
         Args:
-            source: A file, or an opened picture.
+            source: The path of a file, an open file, or a pillow image.
             named: The name of the picture, for messages.
-            key: The config key below `data.` that errors report.
+            key: The config key below `data.`, for messages. Default: `dataset.path`.
 
         Raises:
             SampleError: The file cannot be read, has more than 8 bits per channel, or its mode needs data.dataset.mode.
@@ -93,8 +100,8 @@ class PictureForm:
 
     def _pixels(self, opened: Image.Image, *, named: str, key: str) -> Tensor:
         mode = stored_mode(opened)
-        opened.load()  # raises for a truncated file, which NumPy would accept
-        # exif_transpose is called only for rotated pictures, because it would copy the others.
+        opened.load()  # Raises OSError if the file is truncated. NumPy would accept a truncated picture.
+        # exif_transpose copies the picture, so it is called only for rotated pictures.
         is_turned = opened.getexif().get(ExifTags.Base.Orientation, 1) != 1
         upright = ImageOps.exif_transpose(opened) if is_turned else opened
         picture = self._resize_and_crop(self._convert(upright, mode, named, key))
@@ -109,7 +116,7 @@ class PictureForm:
         return (channels - mean) / std
 
     def size_of(self, picture: Image.Image) -> tuple[int, int]:
-        """Return the width and height of a picture after rotation and resizing. The picture is not decoded."""
+        """Return the width and height of a picture after rotation and resizing. Only the header is read."""
         width, height = picture.size
         # For a PNG without EXIF data in its header, getexif would decode all pixels to search the end of the file.
         is_silent = picture.format == "PNG" and not EXIF_OF_PNG & picture.info.keys()
@@ -149,9 +156,10 @@ class PictureForm:
 
 
 def stored_mode(picture: Image.Image) -> str:
-    """Return the mode of a picture as its file stores it. For 16 bits per channel, it has a suffix, as in RGB;16B.
+    """Return the mode in which a file stores its picture.
 
-    pillow's own mode hides this: pillow reduces 16 bits to 8 without a warning (seen in 13.0).
+    The modes of pictures with 16 bits per channel have a suffix, as in RGB;16B. The attribute `mode` of a pillow image
+    does not have this suffix, because pillow reduces 16 bits to 8 bits without a warning (observed in pillow 13.0).
     """
     tiles = picture.tile if isinstance(picture, ImageFile.ImageFile) else []
     for codec, _, _, given in tiles:
@@ -164,35 +172,51 @@ def stored_mode(picture: Image.Image) -> str:
 
 
 def unreadable_picture(named: str, error: BaseException, *, key: str = "dataset.path") -> ErrorDetails:
-    """Return the error for a picture that pillow cannot read."""
+    """Return the details of the error for a picture that pillow cannot read.
+
+    Args:
+        named: The name of the picture.
+        error: The exception that pillow raised.
+        key: The config key below `data.`. Default: `dataset.path`.
+    """
     reason = "the format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
     got = f"{named}, which cannot be read: {reason}"
     return data_detail(key, got=got, expected="undamaged pictures", fix="Replace the file, or leave it out")
 
 
 def deep_picture(named: str, mode: str, *, key: str = "dataset.path") -> ErrorDetails:
-    """Return the error for a picture with more than 8 bits per channel."""
+    """Return the details of the error for a picture with more than 8 bits per channel.
+
+    Args:
+        named: The name of the picture.
+        mode: The mode in which the file stores the picture.
+        key: The config key below `data.`. Default: `dataset.path`.
+    """
     got = f"{named} of pillow's mode {mode}, with more than 8 bits per channel"
     fix = "Convert the pictures to 8 bits, or save the pixels as arrays and set data=npy"
     return data_detail(key, got=got, expected="pictures of 8 bits per channel", fix=fix)
 
 
 def mode_error(found: str) -> ErrorDetails:
-    """Return the error for pictures that must be converted by data.dataset.mode."""
+    """Return the details of the error for pictures that need the option data.dataset.mode.
+
+    Args:
+        found: A description of the pictures and their modes.
+    """
     expected = "RGB or L, unless all pictures are RGB or all are gray (L)"
     fix = "Set data.dataset.mode=RGB, or data.dataset.mode=L"
     return data_detail("dataset.mode", got=f"null, although {found}", expected=expected, fix=fix)
 
 
 def pair_of(key: str, size: Sequence[int]) -> tuple[int, int]:
-    """Return the height and the width from the config.
+    """Return the height and the width in the value of a config key.
 
     Args:
         key: The config key below `data.dataset.`, for messages.
         size: The value of the key.
 
     Raises:
-        ConfigError: The value is not two positive integers.
+        ConfigError: The value does not consist of two positive integers.
     """
     if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
         raise data_error(f"dataset.{key}", got=str(list(size)), expected="a number of pixels, or [height, width]")

@@ -1,4 +1,4 @@
-"""Reading one value of every sample of a split, such as the target, a weight or a length."""
+"""Functions that read one value of every sample of a split, such as the target, a weight or a length."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ CHUNK = 4096
 
 
 def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, inputs: Sequence[str]) -> Tensor:
-    """Return one number for each sample of a split, `[N]`.
+    """Return one number for each sample of a split, `[N]`, such as a weight.
 
     Args:
         part: The split.
-        given: Numbers for each sample of the split or of the whole data set. Or the name of the data set's attribute,
-            or of the samples' entry, that has the numbers.
+        given: The numbers, or the name under which the data set has the numbers. Numbers are one for each sample of
+            the split, or one for each sample of the data set that was divided. A name is that of an attribute of the
+            data set, or of a value of each sample.
         key: The config key below `data.`, for messages.
-        inputs: The names of a sample's values.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: The number of values is wrong, or samples do not have the entry.
+        ConfigError: The number of values matches neither the split nor the whole data set, or samples do not have a
+            value with the name.
     """
     if not isinstance(given, str):
         found = _own_share(torch.as_tensor(given, dtype=torch.float64), part)
@@ -48,11 +50,12 @@ def sample_numbers(part: AnyDataset, given: Sequence[float] | str, *, key: str, 
 
 
 def _own_share(values: Tensor, part: AnyDataset) -> Tensor | None:
-    """Return the values of a split's samples; None if the number of values matches neither the split nor the whole data
-    set.
+    """Return one value for each sample of a split, `[n, ...]`.
+
+    Return None if the number of values matches neither the split nor the whole data set.
 
     Args:
-        values: One value for each sample of the split, or of the whole data set, `[N, ...]`.
+        values: One value for each sample of the split, or for each sample of the whole data set, `[N, ...]`.
         part: The split.
     """
     if len(values) == samples_in(part):
@@ -66,9 +69,14 @@ def _own_share(values: Tensor, part: AnyDataset) -> Tensor | None:
 
 
 def attribute_values(part: AnyDataset, name: str) -> Tensor | None:
-    """Return an attribute of a split or of its whole data set that has one number for each sample.
+    """Return the numbers of a split's samples that are in an attribute of the data set, `[n, ...]`.
 
-    Returns None if there is no such attribute.
+    Return None if the data set does not have the attribute, or if its length matches neither the split nor the whole
+    data set.
+
+    Args:
+        part: The split.
+        name: The name of the attribute.
     """
     whole = part.source if isinstance(part, Selection) else part.dataset if isinstance(part, Subset) else part
     held = getattr(whole, name, None)
@@ -78,12 +86,15 @@ def attribute_values(part: AnyDataset, name: str) -> Tensor | None:
 
 
 def targets_of(part: AnyDataset, *, stage: Stage, inputs: Sequence[str], key: str) -> list[Any]:
-    """Return the target of every sample, from the data set's attribute `targets`, or by reading each sample once.
+    """Return the target of every sample of a split.
+
+    The targets are read from the attribute `targets` of the data set. If there is no such attribute, each sample is
+    read once.
 
     Args:
         part: The split.
-        stage: The stage of the split, for messages.
-        inputs: The names of a sample's values.
+        stage: The name of the split, for messages.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
         key: The config key below `data.` that needs the targets, for messages.
     """
     found = None if isinstance(part, Tensors) else attribute_values(part, TARGETS)
@@ -93,7 +104,12 @@ def targets_of(part: AnyDataset, *, stage: Stage, inputs: Sequence[str], key: st
 
 
 def values_of(part: AnyDataset, pick: Callable[[object], Value], *, stage: Stage = "train") -> list[Value]:
-    """Return `pick(sample)` for each sample, in order. Samples are read without transforms.
+    """Return the results of a function that is called with each sample of a split, in order.
+
+    Args:
+        part: The split. Its samples are read without transforms.
+        pick: The function.
+        stage: The name of the split, for messages. Default: `train`.
 
     Raises:
         UserCodeError: A sample cannot be read.
@@ -103,16 +119,16 @@ def values_of(part: AnyDataset, pick: Callable[[object], Value], *, stage: Stage
 
 
 def entry_of(sample: object, name: str, *, inputs: Sequence[str], key: str) -> object:
-    """Return a value of a sample by name. The values of a pair are named `input` and `target`.
+    """Return a value of a sample by its name. The values of a pair have the names `input` and `target`.
 
     Args:
         sample: The sample.
         name: The name of the value.
-        inputs: The names of a sample's values.
-        key: The config key below `data.` that has the name, for messages.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
+        key: The config key below `data.` that contains the name, for messages.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: The sample does not have a value with this name.
     """
     named = named_entries(sample, inputs)
     if name not in named:

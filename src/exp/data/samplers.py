@@ -1,7 +1,7 @@
-"""Samplers of the training split: weighted, balanced by class, or a subset.
+"""Samplers that choose the training samples: with weights, balanced by class, or from a subset.
 
-exp makes a sampler with the training split as `data_source`. Before each epoch, exp seeds torch's generator from
-(seed, epoch).
+exp constructs a sampler with the training split as its parameter `data_source`. Before each epoch, exp seeds torch's
+generator from the seed of the run and the epoch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ Weight = Annotated[float, Ge(0)]
 
 
 class WeightedSampler(Sampler[int]):
-    """Draws samples with probabilities in proportion to their weights. A sample can be drawn several times.
+    """Sampler that draws samples with replacement. The probability of a sample is proportional to its weight.
+
+    Exactly one of `weights` and `class_weights` must be set.
 
     Args:
         data_source: The training split.
-        weights: A weight for each sample of the training split or of the whole data.dataset. Or the name of the
-            samples' entry, or of the data set's attribute, that has the weights.
-        class_weights: A weight for each class, in a list or by class number. Set either `weights` or `class_weights`.
-        num_samples: The number of draws in an epoch; None for the number of samples.
-        inputs: The names of a sample's values.
+        weights: The weight of each sample of the training split, or of each sample of the whole data.dataset. A text is
+            the name of the weights: an attribute of the data set, or a value of each sample. Default: None.
+        class_weights: The weight of each class: a list, or a mapping from class numbers to weights. Default: None.
+        num_samples: The number of samples to draw in an epoch. Default: the number of samples in the split.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: A weight is negative, all weights are 0, or the number of weights is wrong.
+        ConfigError: A weight is negative or not finite, all weights are 0, the number of weights is wrong, or a class
+            has no weight.
     """
 
     def __init__(
@@ -72,16 +75,17 @@ class WeightedSampler(Sampler[int]):
 
 
 class BalancedSampler(WeightedSampler):
-    """Draws each class with the same probability.
+    """Sampler that draws samples with replacement, so that all classes have the same probability.
 
     Args:
         data_source: The training split.
-        num_classes: The number of classes. exp passes the number of the data.
-        num_samples: The number of draws in an epoch; None for the number of samples.
-        inputs: The names of a sample's values.
+        num_classes: The number of classes. exp passes the number of classes in the data. Default: None, which means the
+            largest class number in the split plus 1.
+        num_samples: The number of samples to draw in an epoch. Default: the number of samples in the split.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: Targets are not classes, or a class has no samples.
+        ConfigError: The targets are not class numbers, or the training split has no sample of a class.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class BalancedSampler(WeightedSampler):
         inputs: Sequence[str] = (),
     ) -> None:
         classes = class_of_each(data_source, inputs=inputs)
-        known = classes[classes >= 0]  # the loss ignores a label below 0
+        known = classes[classes >= 0]  # Negative labels are those that the loss ignores.
         counts = torch.bincount(known, minlength=num_classes or 0)
         if missing := (counts == 0).nonzero().flatten().tolist():
             got = f"a balanced sampler, although the training split has no sample of the class {missing[0]}"
@@ -108,13 +112,13 @@ class BalancedSampler(WeightedSampler):
 
 
 class SubsetSampler(Sampler[int]):
-    """Reads a random subset of the training split, each sample once per epoch.
+    """Sampler that uses only a random subset of the training split. Each sample of the subset is read once per epoch.
 
     Args:
         data_source: The training split.
-        size: The size of the random subset: a fraction, or a whole number of samples.
-        subset_seed: The seed that chooses the subset. It is independent of the run's seed, so that all runs of a sweep
-            over seeds use the same subset.
+        size: The size of the subset: a fraction of the training split, or a whole number of samples.
+        subset_seed: The seed that chooses the subset. Default: 0. It is independent of the seed of the run, so that all
+            runs of a sweep over seeds use the same subset.
 
     Raises:
         ConfigError: The subset is empty, or larger than the training split.
@@ -143,10 +147,14 @@ class SubsetSampler(Sampler[int]):
 
 
 def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
-    """Return the class number of each sample, int64 `[N]`.
+    """Return the class numbers of all samples in a split, int64 `[N]`.
+
+    Args:
+        part: The split.
+        inputs: The names of a sample's values, as in data.inputs. Empty if the values have no names.
 
     Raises:
-        ConfigError: A target is not a single class number.
+        ConfigError: The target of a sample is not a single class number.
     """
     targets = targets_of(part, stage="train", inputs=inputs, key=KEY)
     first = torch.as_tensor(targets[0])
@@ -157,16 +165,17 @@ def class_of_each(part: AnyDataset, *, inputs: Sequence[str]) -> Tensor:
 
 
 def weighted_draw(weights: Tensor, count: int) -> Tensor:
-    """Return indices drawn in proportion to weights, int64 `[count]`.
+    """Return random indices of samples, int64 `[count]`, drawn with replacement.
 
-    The function exists because torch.multinomial limits N to 2 ** 24.
+    The probability of an index is proportional to its weight. The function exists because torch.multinomial supports at
+    most 2 ** 24 weights.
 
     Args:
-        weights: The weights, float64 `[N]`.
-        count: The number of draws.
+        weights: The weights of the N samples, float64 `[N]`.
+        count: The number of indices to draw.
     """
     edges = weights.cumsum(0)
-    # Rounding may move a draw to the last edge, past the last sample.
+    # Rounding may make the random number equal to the last edge, which would return the index N.
     drawn = torch.searchsorted(edges, torch.rand(count, dtype=torch.float64) * edges[-1], right=True)
     return drawn.clamp_max(int(weights.nonzero()[-1]))
 

@@ -1,7 +1,8 @@
-"""Files of records: CSV, JSON Lines, Parquet, .npz and .tar. No content of a file is executed.
+"""Readers of files of records: CSV, JSON Lines, Parquet, .npz and .tar.
 
-Skipping a record is cheap. A record of a file of lines stores its text; other records store the position of their
-values. Values are read and parsed when a sample is made.
+A record is parsed only when a sample is made from it, so that skipping a record is cheap. Before, a Record object
+stores the text of its line, or the position of its values in the file. Pickles are never loaded, because loading them
+could execute code.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ BLOCK = tarfile.BLOCKSIZE
 # The class is not frozen, because creating a frozen object takes as long as reading the record.
 @dataclass(slots=True)
 class Record:
-    """A record of a file. Its values are read on request.
+    """Record of a file. Its values are read when `columns` is called.
 
     Args:
         file: The file.
-        number: The index of the record in the file, from 0.
-        held: The text of the record, or the position of its values in the file.
-        line: The number of the line on which the record ends; 0 if the file has no lines.
+        number: The index of the record in the file, counted from 0.
+        held: The text of the record, or the position of its values in the file. The type depends on the file format.
+        line: The number of the record's last line, counted from 1. Default: 0, for a file without lines.
     """
 
     file: ShardFile
@@ -53,10 +54,10 @@ class Record:
     line: int = 0
 
     def columns(self, wanted: Sequence[str] | None = None) -> dict[str, object]:
-        """Return values of the record by column.
+        """Return a mapping from columns to the values of the record.
 
         Args:
-            wanted: The columns to return. Columns that do not exist are left out. None returns all columns.
+            wanted: The columns to return. Columns that the record does not have are left out. Default: all columns.
 
         Raises:
             SampleError: The values cannot be read.
@@ -68,11 +69,14 @@ class Record:
 
 
 class ShardFile(ABC):
-    """Base class of files of records.
+    """Base class of readers of a file of records.
+
+    Args:
+        file: The path of the file.
 
     Attributes:
-        names: The columns; None if only the records have column names.
-        length: The number of records; None if it is unknown without reading the file.
+        names: The names of the columns. None if each record has column names that may differ from other records.
+        length: The number of records. None if the whole file must be read to count them.
     """
 
     names: tuple[str, ...] | None = None
@@ -83,26 +87,26 @@ class ShardFile(ABC):
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
-        """Yield the records in order.
+        """Yield the records of the file in order.
 
         Raises:
-            SampleError: The file is truncated.
+            SampleError: The file is damaged or truncated.
         """
 
     @abstractmethod
     def values(self, record: Record, wanted: Sequence[str] | None) -> dict[str, object]:
-        """Return values of a record by column; see Record.columns."""
+        """Return a mapping from columns to the values of a record; see Record.columns."""
 
     def names_of(self, record: Record) -> tuple[str, ...]:
-        """Return the columns of a record."""
+        """Return the names of the columns of a record."""
         return tuple(self.values(record, None)) if self.names is None else self.names
 
     def damage_error(self, number: int, reason: object) -> SampleError:
-        """Return the error for a damaged file.
+        """Return the error for a file with a record that cannot be read.
 
         Args:
             number: The index of the first record that cannot be read.
-            reason: The exception or a text.
+            reason: An exception, or a text that describes the damage.
         """
         line = next(iter(str(reason).splitlines()), type(reason).__name__)
         got = f"{self.file}, which cannot be read at sample {number}: {line}"
@@ -110,12 +114,25 @@ class ShardFile(ABC):
         return sample_error("dataset.files", got=got, expected=expected, fix="Replace the file, or leave it out")
 
     def format_error(self, reason: object, expected: str) -> ConfigError:
-        """Return the error for a file that does not have the expected format. It is found before a record is read."""
+        """Return the error for a file that does not have the expected format.
+
+        Args:
+            reason: An exception, or a text that describes the problem.
+            expected: A description of the format.
+        """
         return file_error(self.file, reason, expected, key="dataset.files")
 
 
 class CsvShard(ShardFile):
-    """A CSV file with a header. A record stores its row, and the number of the line on which the row ends."""
+    """Reader of a CSV file with a header. The attribute `held` of a Record is the list of texts in its row.
+
+    Args:
+        file: The path of the file.
+        delimiter: The character between values. Default: a comma.
+
+    Raises:
+        ConfigError: The file is empty, or the header cannot be read.
+    """
 
     names: tuple[str, ...]
 
@@ -152,7 +169,7 @@ class CsvShard(ShardFile):
 
 
 class JsonLines(ShardFile):
-    """A file with a JSON object on each line. A record stores its line."""
+    """Reader of a file with a JSON object on each line. The attribute `held` of a Record is its line as bytes."""
 
     def records(self) -> Iterator[Record]:
         numbers = count()
@@ -175,13 +192,16 @@ class JsonLines(ShardFile):
 
 
 class ChunkedFile(ShardFile):
-    """A file that is read in chunks of rows. A record refers to its chunk, which is read when a sample is made.
+    """Base class of readers of files in which chunks of rows are stored together. A row is a record.
+
+    The attribute `held` of a Record is a function that reads a column of its chunk, and the index of the row in the
+    chunk. The function is called when a sample is made from the record.
 
     Args:
-        file: The file.
-        names: The columns.
+        file: The path of the file.
+        names: The names of the columns.
         chunks: The number of rows in each chunk.
-        errors: The exceptions that are raised for a damaged chunk.
+        errors: The exceptions that `read` raises for a damaged chunk.
     """
 
     def __init__(
@@ -209,11 +229,20 @@ class ChunkedFile(ShardFile):
 
     @abstractmethod
     def read(self, chunk: int, name: str) -> np.ndarray | pyarrow.Array:
-        """Return the values of a column in a chunk."""
+        """Return the values of a column in a chunk of rows.
+
+        Args:
+            chunk: The index of the chunk.
+            name: The name of the column.
+        """
 
 
 class ParquetShard(ChunkedFile):
-    """A Parquet file. A chunk is a row group."""
+    """Reader of a Parquet file. Its chunks are the row groups of the file.
+
+    Raises:
+        ConfigError: The file is not a complete Parquet file, or pyarrow is not installed.
+    """
 
     def __init__(self, file: Path) -> None:
         require_extra("pyarrow", feature="data=stream of Parquet files", extra="parquet", key="dataset.files")
@@ -222,7 +251,7 @@ class ParquetShard(ChunkedFile):
         self.file = file
         errors = (ArrowException, OSError)
         try:
-            # pyarrow receives an open file, because from a path it would add a column for each folder named key=value.
+            # An open file is passed. If a path is passed, pyarrow adds a column for each folder in it named key=value.
             with file.open("rb") as raw:
                 metadata = parquet.read_metadata(raw)
         except errors as error:
@@ -240,7 +269,11 @@ class ParquetShard(ChunkedFile):
 
 
 class NpzShard(ChunkedFile):
-    """An .npz file of arrays `[N, ...]` of equal length. The file is a single chunk."""
+    """Reader of an .npz file with arrays `[N, ...]` of equal length. The whole file is a single chunk.
+
+    Raises:
+        ConfigError: The file is not a complete .npz file, has no arrays, or its arrays differ in length.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -267,12 +300,16 @@ class NpzShard(ChunkedFile):
 
 
 class TarShard(ShardFile):
-    """A .tar file in the format of WebDataset.
+    """Reader of a .tar file in the format of WebDataset.
 
-    Consecutive files with the same name up to the first dot form a record.
+    Consecutive files form a record if their names are equal up to the first dot. The part of a name after the first dot
+    is a column: the files 0001.cls and 0001.png are the columns `cls` and `png` of a record. The column `json.label` is
+    the value of the key `label` in the file 0001.json.
 
-    A column is the rest of the file name: 0001.cls and 0001.png are the columns `cls` and `png`. `json.label` is the
-    value of the key `label` in 0001.json. A record stores the position of its files, and the open archive.
+    The attribute `held` of a Record contains the open archive, and the position of each file in the archive.
+
+    Raises:
+        ConfigError: The end of the file is missing, or the file is compressed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -302,16 +339,22 @@ class TarShard(ShardFile):
             yield Record(self, number, (opened, held))
 
     def _members(self, raw: BinaryIO) -> Iterator[tuple[str, str, str, tuple[int, int]]]:
-        """Yield for each file: its folder, the name before the first dot, the name after it, and the position of the
-        content.
+        """Yield a tuple for each file in the archive: folder, stem, column and position.
 
-        The position is the offset and the size in bytes.
+        The stem is the part of the file name before the first dot. The column is the part after the first dot, in lower
+        case. The position is the pair (offset, size) of the file's content, in bytes.
+
+        Args:
+            raw: The open archive.
+
+        Raises:
+            tarfile.ReadError: A member is a link or a device, or the header of a member is damaged.
         """
         with tarfile.open(fileobj=raw, mode="r:") as archive:
             while (member := archive.next()) is not None:
                 vars(archive)[
                     "members"
-                ].clear()  # tarfile keeps all members; the attribute is missing in its type stubs
+                ].clear()  # tarfile would keep all members in memory. vars() is used because type stubs lack `members`.
                 folder, _, name = member.name.rpartition("/")
                 if member.isdir() or name.startswith("."):
                     continue
@@ -319,7 +362,7 @@ class TarShard(ShardFile):
                     raise tarfile.ReadError(f"{member.name} is a link or a device, not a file")
                 stem, _, column = name.partition(".")
                 yield folder, stem, column.lower(), (member.offset_data, member.size)
-            # tarfile mistakes a damaged header for the end of the archive.
+            # tarfile stops at a damaged header without an error, as at the end of the archive.
             raw.seek(archive.offset)
             if raw.read(BLOCK).strip(b"\0"):
                 raise tarfile.ReadError(f"the content at byte {archive.offset} is not the header of a file")
@@ -342,7 +385,7 @@ class TarShard(ShardFile):
     def _read(self, name: str, record: Record) -> object:
         opened, held = _files_of(record)
         offset, size = held[name]
-        # pread has no file position, which forked workers would share.
+        # pread does not use the position of the open file, because forked workers share this position.
         content = os.pread(opened.raw.fileno(), size, offset)
         if len(content) < size:
             raise self.damage_error(record.number, f"{name} is truncated")
@@ -358,7 +401,7 @@ class TarShard(ShardFile):
 
 
 class OpenFile:
-    """An open file that is closed when no record refers to it."""
+    """Open file that is closed when the last Record that refers to it is deleted."""
 
     def __init__(self, file: Path) -> None:
         self.raw = file.open("rb")
@@ -368,7 +411,7 @@ class OpenFile:
 
 
 def _files_of(record: Record) -> tuple[OpenFile, dict[str, tuple[int, int]]]:
-    """Return the open archive of a record, and the offset and size in bytes of each file by column."""
+    """Return the open archive of a record, and a mapping from columns to pairs (offset, size) in bytes."""
     return cast(tuple[OpenFile, dict[str, tuple[int, int]]], record.held)
 
 
@@ -377,7 +420,7 @@ def _decode_array(content: bytes) -> object:
 
 
 PICTURES = ("png", "jpg", "jpeg", "bmp", "gif", "tif", "tiff", "webp", "ppm", "pgm")
-# The function that decodes the bytes of a file in a .tar, by the last ending of its name.
+# The function that decodes the content of a file in a .tar, by the extension of its name.
 DECODERS: Mapping[str, Callable[[bytes], object]] = {
     **dict.fromkeys(PICTURES, bytes),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), int),
@@ -388,7 +431,11 @@ DECODERS: Mapping[str, Callable[[bytes], object]] = {
 
 
 def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
-    """Return the shape of an array in an .npz file. The array is not read."""
+    """Return the shape of an array in an .npz file. Only the header of the array is read.
+
+    Raises:
+        ValueError: The array contains Python objects.
+    """
     with archive.open(name) as raw:
         version = np.lib.format.read_magic(raw)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -399,12 +446,12 @@ def _npy_shape(archive: zipfile.ZipFile, name: str) -> tuple[int, ...]:
 
 
 def arrow_value(column: np.ndarray | pyarrow.Array, row: int) -> object:
-    """Return the value of a column in a row as a NumPy or Python object."""
+    """Return the value of a column in a row, as a NumPy or Python object."""
     if isinstance(column, np.ndarray):
         return column[row]
     scalar = column[row]
     values = getattr(scalar, "values", None)
-    # A list of numbers becomes an array. as_py converts all other values, which is slower.
+    # Lists of numbers are converted to arrays, because as_py is slower.
     if values is not None and hasattr(values, "to_numpy") and not values.type.num_fields and not values.null_count:
         return values.to_numpy(zero_copy_only=False)
     return scalar.as_py()

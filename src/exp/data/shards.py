@@ -1,4 +1,4 @@
-"""Data sets that do not fit in memory. Files of records are read as a stream."""
+"""Data set of files of records that do not fit in memory. The records are read as a stream."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Patterns = str | Sequence[str]
 
 
 class Shards(Dataset[object]):
-    """Files of records. Each split reads some of the files as a stream; see ShardStream.
+    """Data set of files of records. The config lists the files of each split. A split is a stream; see ShardStream.
 
-    The supported files are .csv and .tsv (rows after a header), .jsonl (a JSON object on each line), .parquet, .npz
+    Supported formats are .csv and .tsv (rows after a header), .jsonl (a JSON object on each line), .parquet, .npz
     (arrays `[N, ...]`) and .tar (see TarShard). All files must have the same format.
 
     Args:
-        files: One or several glob patterns for each of train, val and test, relative to the current folder or to
-            `directory`.
+        files: A mapping from the splits `train`, `val` and `test` to glob patterns. The patterns are relative to the
+            current folder or to `directory`. None means that there is no such split.
         target: See Fields.
-        directory: The folder that is searched if a pattern matches no file in the current folder.
-        inputs: See Fields. Texts of numbers in a .csv file become numbers.
-        task: See Fields.
+        directory: The folder that is searched if a pattern matches no file in the current folder. Default: `data`.
+        inputs: See Fields. Texts in a .csv file are converted to numbers.
+        task: See Fields. Default: "classification".
         classes: See Fields.
         dtypes: See Fields.
-        delimiter: The character between values of a .csv file. In a .tsv file, it is a tab.
-        scale: See Fields.
+        delimiter: The character between values of a .csv file. Default: a comma. The delimiter of a .tsv file is a tab.
+        scale: See Fields. Default: 1.
         resize: See PictureForm.
         crop: See PictureForm.
         mode: See PictureForm.
@@ -96,10 +96,14 @@ class Shards(Dataset[object]):
         self.fields = fields_of(fields, opened)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, ShardStream]:
-        """Return a stream for each split.
+        """Return a mapping from the names of the splits to their streams.
+
+        Args:
+            sizes: The sizes in data.parts. They must be the default sizes, because data.dataset.files already lists the
+                files of each split.
 
         Raises:
-            ConfigError: `sizes` are not the default sizes. The files determine the sizes.
+            ConfigError: `sizes` are not the default sizes.
         """
         if dict(sizes) != dict(DEFAULT_SIZES):
             got, expected = "sizes, although data.dataset.files has the files of each split", "null"
@@ -110,13 +114,16 @@ class Shards(Dataset[object]):
 
 
 class ShardStream(IterableDataset[object]):
-    """The samples of several files, in the order of the records.
+    """Stream of the samples of several files, in the order of the records.
 
-    Every rank and every worker iterates over all records. It reads and parses only the records that it needs for its
-    samples.
+    Every rank and every worker iterates over all records, but parses only the records of its own samples.
+
+    Args:
+        files: The files.
+        fields: The conversion of records to samples.
 
     Attributes:
-        num_classes: The number of class names; None if targets are numbers.
+        num_classes: The number of classes if the config lists their names. None otherwise.
     """
 
     def __init__(self, *, files: Sequence[ShardFile], fields: Fields) -> None:
@@ -128,13 +135,13 @@ class ShardStream(IterableDataset[object]):
             require_sample(self._length, files[0].file, key="dataset.files")
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[Record]:
-        """Yield the records of one epoch.
+        """Yield the records of an epoch.
 
         Args:
             seed: The seed of the run.
-            epoch: The epoch, from 0.
-            shuffle: Whether to shuffle the files by (seed, epoch). Otherwise files are read in the order of their
-                names.
+            epoch: The epoch, counted from 0.
+            shuffle: Whether to read the files in a random order that depends on (seed, epoch). If False, files are read
+                in the order of their names. The order of the records in a file does not change.
         """
         order = list(range(len(self.files)))
         if shuffle:
@@ -143,7 +150,11 @@ class ShardStream(IterableDataset[object]):
             yield from self.files[place].records()
 
     def sample(self, record: Record) -> object:
-        """Return the sample of a record. Raise SampleError with the position of the record if it cannot be read."""
+        """Return the sample that is made from a record.
+
+        Raises:
+            SampleError: The record cannot be read. The message contains its position.
+        """
         return self.fields.sample(record.columns(self.fields.columns), where=str(record))
 
     @property
@@ -154,14 +165,22 @@ class ShardStream(IterableDataset[object]):
         return map(self.sample, self.records(seed=0, epoch=0, shuffle=False))
 
     def __len__(self) -> int:
-        """Return the number of samples. Raise TypeError if it is unknown without reading the files."""
+        """Return the number of samples. Raise TypeError if the files must be read to count the samples."""
         if self._length is None:
             raise TypeError("data=stream: these files do not state their number of records")
         return self._length
 
 
 def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
-    """Return the file of records at a path. Raise ConfigError for an unsupported ending."""
+    """Return the reader of a file of records.
+
+    Args:
+        file: The path of the file. Its extension determines the format.
+        delimiter: The character between values of a .csv file. Default: a comma.
+
+    Raises:
+        ConfigError: The extension is not supported, or the file does not have the format of its extension.
+    """
     kind = file.suffix.lower()
     if kind in (".csv", ".tsv"):
         return CsvShard(file, delimiter="\t" if kind == ".tsv" else delimiter)
@@ -178,10 +197,14 @@ def open_shard(file: Path, *, delimiter: str = ",") -> ShardFile:
 
 
 def fields_of(fields: Fields, files: Sequence[ShardFile]) -> Fields:
-    """Return a copy that has a Field for each input, with the dtypes of the first record.
+    """Return a conversion of records with the columns and dtype of each input. The first record determines the dtypes.
+
+    Args:
+        fields: The conversion of records as the config sets it.
+        files: The files of all splits.
 
     Raises:
-        ConfigError: A file does not have a column, or the first record is not a valid sample.
+        ConfigError: A file does not have a column, there are no records, or the first record is not a valid sample.
     """
     for file in files:
         if file.names is not None:

@@ -1,4 +1,4 @@
-"""Files with named columns, which are read as numbers, dates and words."""
+"""Base class of readers of tables, which convert the columns of a file to numbers, dates and words."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from exp.data.tables import Words
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
 Task = Literal["classification", "regression"]
-# A column's name, or its number from 0 if the file has no header.
+# The name of a column. If the file has no header, it is the number of the column, counted from 0.
 Name: TypeAlias = str | int
-# The values of a column.
+# The values of a column before their conversion.
 Values: TypeAlias = Sequence[object] | np.ndarray
-# Days: the format of the dates by column number, for strptime; None for ISO 8601.
-# Fixes: the fix that is reported for an invalid or a missing value, by column number.
+# Days: the date formats of columns of dates, by column number. A format is for strptime. None means ISO 8601.
+# Fixes: the fix that an error proposes for an invalid or missing value, by column number.
 Days: TypeAlias = Mapping[int, str | None]
 Fixes: TypeAlias = Mapping[int, str]
-# The first invalid row, and its text, by column number.
+# The index of the first row with an invalid value and the text of the value, by column number.
 Unread: TypeAlias = dict[int, tuple[int, str]]
-# The function that converts a text to a number or a word's code, by column number.
+# Functions that convert a text to a number, or a word to its code, by column number.
 Readers: TypeAlias = Mapping[int, Callable[[str], float]]
 NOTHING: Mapping[int, str] = MappingProxyType({})
-# If there are more labels than this, and they are numbers with fractions, the task is probably a regression.
+# If a target has more different labels than this number, and all are numbers and not all are integers, the task is
+# probably a regression.
 MANY_LABELS = 20
-# The names of columns without a name: an empty name, and the names that pandas writes for row numbers.
+# Matches the names of columns without a name: the empty text, and the names that pandas writes for an index.
 NAMELESS = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 # An empty name as users type it on the command line.
 NO_NAME = "''"
@@ -45,11 +46,11 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Columns that were read from a source.
+    """Columns of a table after their conversion to numbers and words.
 
     Args:
-        numbers: The columns of numbers and dates, float64 `[N, K]`; nan for a missing value.
-        words: The columns of words, by column number in the file.
+        numbers: The K columns of numbers and dates, float64 `[N, K]`. Missing values are nan.
+        words: The columns of words, by their number in the file.
     """
 
     numbers: np.ndarray
@@ -57,12 +58,12 @@ class Columns:
 
 
 class Source(ABC):
-    """Base class of files with named columns.
+    """Base class of readers of a table with named columns.
 
     Args:
         file: The file, for messages.
-        names: The names of the columns, in order.
-        missing: The texts that mean a missing value.
+        names: The names of the columns in the order of the file.
+        missing: The texts and numbers that mean a missing value.
     """
 
     def __init__(self, *, file: Path, names: Sequence[str], missing: Missing) -> None:
@@ -74,19 +75,31 @@ class Source(ABC):
 
     @abstractmethod
     def chunks(self, columns: Sequence[int], readers: Readers) -> Iterator[Sequence[Values] | np.ndarray]:
-        """Yield the values of columns in chunks of rows. A chunk is a list of columns, or float64 `[n, columns]`.
+        """Yield the values of some columns in chunks of consecutive rows.
 
         Args:
-            columns: The column numbers.
-            readers: The functions that convert texts of dates and words, by column number.
+            columns: The numbers of the columns.
+            readers: Functions that convert a text to a number, by column number, for columns of dates and words.
+
+        Yields:
+            The n rows of a chunk. If the source has converted the values, they are float64 `[n, K]` for K columns.
+            Otherwise, they are a list of the values of each column.
         """
 
     def is_date(self, column: int) -> bool:
-        """Return whether the file stores a column with a date type."""
+        """Return whether a column has a date type in the file. Columns of formats without types are not dates."""
         return False
 
     def column(self, name: Name, *, key: str) -> int:
-        """Return the index of a column in the file. Raise ConfigError at the config key `key` for an unknown name."""
+        """Return the number of a column in the file, counted from 0.
+
+        Args:
+            name: The name of the column.
+            key: The config key that contains the name, for the error.
+
+        Raises:
+            ConfigError: The file does not have the column.
+        """
         if str(name) in self.names:
             return self.names.index(str(name))
         raise name_error(key, str(name), self.names, expected=f"a column of {self.file}")
@@ -100,17 +113,17 @@ class Source(ABC):
         fixes: Fixes = NOTHING,
         text_fixes: Fixes = NOTHING,
     ) -> Columns:
-        """Return columns of the file.
+        """Return some columns of the file, converted to numbers and words. Columns are given by number.
 
         Args:
-            numbers: The columns of numbers and of dates.
-            days: The columns of dates among `numbers`, with their formats. Dates become days since 1970.
-            words: The columns of words and of classes.
-            fixes: The columns in which no value may be missing, with the fix that the error proposes.
-            text_fixes: The fixes for texts that are not numbers or dates.
+            numbers: The columns of numbers and of dates. Default: no columns.
+            days: The formats of the columns of dates, which must also be in `numbers`. Dates become days since 1970.
+            words: The columns of words and of classes. Default: no columns.
+            fixes: The columns in which every row must have a value, with the fix that is reported for a missing value.
+            text_fixes: The fix that is reported for a text that is not a number or a date, by column.
 
         Raises:
-            ConfigError: A value does not match its column. There is one error for each column.
+            ConfigError: A value is missing or invalid. There is one error for each column with such a value.
         """
         codes = {column: WordCodes(self.missing) for column in words}
         table, coded = np.empty((0, len(numbers))), np.empty((0, len(codes)), dtype=np.int32)
@@ -148,24 +161,34 @@ class Source(ABC):
         return Columns(numbers=table, words=found)
 
     def texts(self, column: int) -> list[str | None]:
-        """Return the texts of a column; None for a missing value."""
+        """Return the texts in a column, given by its number. Missing values are None."""
         return self.read(words=[column]).words[column].texts()
 
     def value_error(self, row: int, column: int, got: str, expected: str, fix: str | None = None) -> ConfigError:
-        """Return the error for a single value of the file."""
+        """Return the error for a value in the file.
+
+        Args:
+            row: The index of the row.
+            column: The number of the column.
+            got: A description of the value.
+            expected: A description of valid values.
+            fix: The fix that is reported. Default: no fix.
+        """
         name = self.names[column]
         got = f"{got} in {self.place(row)}, column {name or NO_NAME}"
         return data_error("dataset.path", got=got, expected=expected, fix=fix, subject=name)
 
     def _numbers(self, values: Values, column: int, days: Days, unread: Unread, *, first: int) -> np.ndarray:
-        """Return the numbers of a column, or its dates as days since 1970, float64 `[n]`; nan for a missing value.
+        """Return the values in n consecutive rows of a column as numbers, float64 `[n]`.
+
+        Dates become days since 1970. Missing and invalid values are nan.
 
         Args:
-            values: The values of consecutive rows.
-            column: The column number.
-            days: See `read`.
-            unread: The first invalid value of each column, to which this function adds.
-            first: The index of the first of these rows in the file.
+            values: The values.
+            column: The number of the column.
+            days: The formats of the columns of dates.
+            unread: The first invalid value of each column. If `values` has the first one, it is added here.
+            first: The index in the file of the first of the n rows.
         """
         if isinstance(values, np.ndarray) and values.dtype.kind == "M":
             return np.asarray((values - np.datetime64(0, "us")) / np.timedelta64(1, "D"))
@@ -185,9 +208,13 @@ class Source(ABC):
         return found
 
     def _reader(self, column: int, days: Days) -> Callable[[str], float]:
-        """Return the function that converts a text of a column to a number, or to days since 1970.
+        """Return the function that converts a text in a column to a number, or a date to days since 1970.
 
         The function returns nan for a missing value. It raises ValueError or OverflowError for an invalid text.
+
+        Args:
+            column: The number of the column.
+            days: The formats of the columns of dates.
         """
         missing, is_day, form = self.missing, column in days, days.get(column)
 
@@ -204,30 +231,32 @@ class Source(ABC):
 
 
 def _expected_text(column: int, days: Days) -> str:
-    """Return a description of the valid texts of a column of numbers or dates."""
+    """Return a description of the valid texts in a column of numbers or dates, for messages."""
     if column not in days:
         return "a finite number"
     return "a date in ISO 8601, such as 2024-01-31" if days[column] is None else f"a date like {days[column]}"
 
 
 def _append(held: np.ndarray, rows: np.ndarray) -> None:
-    """Append rows to an array in place, so that a large array is not copied."""
+    """Append rows to an array in place. The array is not copied, because it may be large."""
     count = len(held)
     held.resize((count + len(rows), held.shape[1]), refcheck=False)
     held[count:] = rows
 
 
 def _codes(values: Values, codes: WordCodes) -> np.ndarray:
-    # NumPy's dates become Python's dates, because only their texts match those of a CSV file.
+    # NumPy dates are converted to Python dates, because the text of a Python date is the same as in a CSV file.
     held = values.tolist() if isinstance(values, np.ndarray) and values.dtype.kind == "M" else values
     return np.array([codes[value if isinstance(value, str) else text_of(value) or ""] for value in held], np.float64)
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
-    """Return a column of words with sorted names. If all words are numbers, they are sorted as numbers.
+    """Return a column of words whose codes are renumbered in the sorted order of the words.
+
+    If all words are numbers, they are sorted by value instead of alphabetically.
 
     Args:
-        codes: The code of each row's word, `[N]`; -1 for a missing value.
+        codes: The code of the word in each row, `[N]`. The code -1 means a missing value.
         words: The words in the order of their codes.
     """
     names = sorted(words)
@@ -240,7 +269,13 @@ def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
 
 
 def refuse_labels(source: Source, column: int, labels: Words) -> None:
-    """Raise ConfigError if there are more than 20 classes, and they are numbers with fractions."""
+    """Raise ConfigError if a target seems to be a regression: it has over 20 labels, which are numbers with fractions.
+
+    Args:
+        source: The table.
+        column: The number of the target column.
+        labels: The labels.
+    """
     numbers = [number for name in labels.names if (number := finite_number(name)) is not None]
     is_counted = len(numbers) < len(labels.names) or all(number.is_integer() for number in numbers)
     if len(labels.names) > MANY_LABELS and not is_counted:
@@ -251,17 +286,17 @@ def refuse_labels(source: Source, column: int, labels: Words) -> None:
 
 
 def days_since_1970(text: str, form: str | None) -> float:
-    """Return the number of days from 1970-01-01 to a date. A date without a time zone is in UTC.
+    """Return the number of days from 1970-01-01 to a date or time. The time zone is UTC if the text contains none.
 
     Args:
-        text: The date.
-        form: The format for strptime; None for ISO 8601.
+        text: The date or time.
+        form: The format for strptime. None means ISO 8601.
 
     Raises:
         ValueError: The text is not a date in this format.
     """
     if not text.isascii() and any(sign.isdecimal() and not sign.isascii() for sign in text):
-        raise ValueError(text)  # strptime would accept digits of other scripts
+        raise ValueError(text)  # strptime would accept digits of scripts such as Arabic.
     found = datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
     aware = found if found.tzinfo else found.replace(tzinfo=UTC)
     return (aware - EPOCH) / timedelta(days=1)

@@ -1,4 +1,8 @@
-"""Rules that divide samples into splits: by class, by group, into folds, or by a column with the name of the split."""
+"""Rules of the config's section data.split, which divide samples into splits.
+
+Splits can be stratified by class, be disjoint in their groups, be folds of a cross validation, or be read from a column
+with the name of each sample's split.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +22,56 @@ from exp.data.sample_values import entry_of, targets_of, values_of
 from exp.data.splits import PART_NAMES, Choose, lengths
 from exp.shared_types import STAGES, Stage
 
-# The maximum number of pieces into which groups are divided. A split consists of whole pieces, so its size is accurate
-# to a twentieth of the samples.
+# The maximum number of pieces into which groups are divided. Splits consist of whole pieces, so that the size of a
+# split is accurate to one twentieth of the samples.
 FINEST = 20
 
 
 @runtime_checkable
 class NamedColumns(Protocol):
-    """A data set with named columns, including columns that are not inputs."""
+    """Interface of data sets with named columns, some of which are not inputs."""
 
     def column_texts(self, name: str, *, key: str) -> Sequence[str | None]:
-        """Return the texts of a column that is not an input; None for a missing value.
+        """Return the texts in a column that is not an input. Missing values are None.
+
+        Args:
+            name: The name of the column.
+            key: The config key that contains the name, for the error.
 
         Raises:
-            ConfigError: The column does not exist, or is an input. The error is reported at `key`.
+            ConfigError: The column does not exist, or is an input.
         """
 
 
 @runtime_checkable
 class ClassNumbers(Protocol):
-    """A data set that can return the class of each sample before it is prepared."""
+    """Interface of data sets that can return the class of each sample before the data set is prepared."""
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class number of each sample, `[N]`. Raise ConfigError at `key` if targets are not classes."""
+        """Return the class number of each sample, `[N]`.
+
+        Args:
+            key: The config key that needs the classes, for the error.
+
+        Raises:
+            ConfigError: The targets are not classes.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRules:
-    """The values of data.split.
+    """Rules in the config's section data.split.
 
     Attributes:
-        stratify: Whether each split has the same proportions of classes as the whole data set.
-        group: A column, or an entry of a sample. Samples with equal values are in the same split. None for no groups.
-        column: The column or entry that has the name of each sample's split; None to divide by data.parts.
-        folds: The number of folds, 2 or more; None for no folds. The samples outside the test split are divided into
-            folds.
-        fold: The index of the fold that is the validation split, from 0. The other folds are the training split.
+        stratify: Whether each split has the same proportions of classes as the whole data set. Default: False.
+        group: The name of a column, or of a value of each sample. Samples with the same value are in the same split.
+            Default: None, which does not group samples.
+        column: The name of a column, or of a value of each sample, that contains the name of the sample's split.
+            Default: None, which divides the data set by the sizes in data.parts.
+        folds: The number of folds, 2 or more, into which all samples outside the test split are divided. Default: None,
+            which makes no folds.
+        fold: The index of the fold that is the validation split, counted from 0. The other folds are the training
+            split. Default: 0.
     """
 
     stratify: bool = False
@@ -64,7 +82,14 @@ class SplitRules:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SplitRules:
-        """Return the rules of data.split. Raise ConfigError for an unknown key or an invalid value."""
+        """Return the rules in data.split.
+
+        Args:
+            given: The value of data.split.
+
+        Raises:
+            ConfigError: A key is unknown, `fold` is too large, or `column` is combined with other rules.
+        """
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
@@ -80,9 +105,13 @@ class SplitRules:
 
 
 def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
-    """Return the function that chooses the samples of each split by the rules of data.split.
+    """Return a function that chooses the samples of each split by the rules in data.split.
 
-    Returns None if there are no rules.
+    Return None if there are no rules.
+
+    Args:
+        split: The value of data.split.
+        seed: The seed that divides the data set.
     """
     rules = SplitRules.of(split or {})
     return None if rules == SplitRules() else partial(split_by_rules, rules=rules, seed=seed)
@@ -91,15 +120,19 @@ def chooser(split: Mapping[str, object] | None, *, seed: int) -> Choose | None:
 def split_by_rules(
     dataset: AnyDataset, sizes: Mapping[Stage, int | float], *, rules: SplitRules, seed: int
 ) -> dict[Stage, Tensor]:
-    """Return the sorted indices of each split, int64.
+    """Return the sorted indices of the samples in each split, int64. The splits are disjoint.
 
-    The splits are disjoint and are chosen by scikit-learn's splitters.
+    The splitters of scikit-learn choose the samples.
 
-    If groups are set, the sizes of the splits are approximate. If folds are set, only the size of the test split is
-    used.
+    Args:
+        dataset: The data set.
+        sizes: The size of each split: a number of samples, or a fraction. If the rules contain groups, the splits have
+            these sizes only approximately. If the rules contain folds, only the size of the test split is used.
+        rules: The rules in data.split.
+        seed: The seed that divides the data set.
 
     Raises:
-        ConfigError: The rules cannot divide the samples.
+        ConfigError: The rules cannot divide the samples, for example because a class has too few samples.
     """
     if rules.column is not None:
         return _by_column(_texts(dataset, rules.column, key="split.column"), rules.column)
@@ -137,10 +170,14 @@ class _Samples:
         return cls(classes=classes, groups=groups, seed=seed)
 
     def cut(self, indices: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Divide samples into two sets. If groups are set, the sizes are approximate.
+        """Divide samples into two sets. The sizes are approximate if there are groups.
+
+        Args:
+            indices: The indices of the samples.
+            count: The number of samples in the second set.
 
         Returns:
-            The indices of the remaining samples, and the indices of about `count` samples.
+            The indices in the first set, and the indices in the second set.
         """
         if count >= len(indices):
             return indices[:0], indices
@@ -158,7 +195,13 @@ class _Samples:
         return rest, part
 
     def fold(self, indices: np.ndarray, folds: int, fold: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices of all samples outside the fold, and the indices in the fold."""
+        """Return the indices of the samples outside a fold, and the indices of the samples in the fold.
+
+        Args:
+            indices: The indices of the samples that are divided into folds.
+            folds: The number of folds.
+            fold: The index of the fold, counted from 0.
+        """
         parts = self._folds(indices, folds)
         return np.concatenate(parts[:fold] + parts[fold + 1 :]), parts[fold]
 
@@ -183,7 +226,16 @@ def _classes(dataset: AnyDataset) -> Sequence[object]:
 
 
 def _texts(dataset: AnyDataset, name: str, *, key: str) -> list[str]:
-    """Return the values of a column, or of an entry of each sample, as texts."""
+    """Return the values in a column as texts, one for each sample.
+
+    Args:
+        dataset: The data set.
+        name: The name of the column. If the data set has no columns, it is the name of a value of each sample.
+        key: The config key below `data.` that contains the name, for messages.
+
+    Raises:
+        ConfigError: A sample has no value, or the values are not single numbers or texts.
+    """
     if isinstance(dataset, NamedColumns):
         found = list(dataset.column_texts(name, key=key))
     else:

@@ -28,7 +28,7 @@ from exp.errors import raise_errors
 from exp.shared_types import STAGES, Stage
 
 DEFAULT_SIZES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
-# The names that folders and other libraries use for each split.
+# The names of folders, and values in a column, that mean each split.
 PART_NAMES: Mapping[Stage, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev", "eval"),
@@ -46,17 +46,18 @@ def make_splits(
     seed: int,
     choose: Choose | None = None,
 ) -> dict[Stage, AnyDataset]:
-    """Return the data set of each stage.
+    """Return a mapping from the names of the splits to their data sets.
 
     Args:
-        dataset: The data set that is divided into splits; None if every split has a data set in `given`.
-        given: The data sets of single stages, from data.train, data.val and data.test.
-        sizes: The size of each split of `dataset`; None for the default sizes.
+        dataset: The value of data.dataset, which is divided into splits. None if every split is in `given`.
+        given: The values of data.train, data.val and data.test.
+        sizes: The size of each split of `dataset`. None means the default sizes.
         seed: The seed that divides `dataset`.
-        choose: Returns the samples of each split of a data set; None for random samples.
+        choose: A function that returns the indices of the samples in each split of `dataset`. Default: None, which
+            chooses random samples.
 
     Raises:
-        ConfigError: There is no data set, or a stage has two data sets.
+        ConfigError: There is no data set, a split has two data sets, or `choose` is set without `dataset`.
     """
     parts = {stage: as_indexed(part) for stage, part in given.items() if part is not None}
     if dataset is None and not parts:
@@ -66,7 +67,7 @@ def make_splits(
         got, expected = "rules, although each split has a data set", "rules only for data.dataset, which they divide"
         raise data_error("split", got=got, expected=expected)
     if dataset is not None:
-        # By default, the data set is divided only among the stages that are not in `given`.
+        # The default sizes contain only the splits that are not in `given`.
         sizes = sizes or {stage: size for stage, size in DEFAULT_SIZES.items() if stage not in parts}
         for name, part in divide(as_indexed(dataset), sizes, seed=seed, choose=choose).items():
             if name in parts:
@@ -77,11 +78,15 @@ def make_splits(
 
 
 def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | None]) -> Fitted:
-    """Return the statistics of the training split; empty if no split needs statistics.
+    """Return the statistics of the training split. Return an empty mapping if no split needs statistics.
 
     Args:
-        parts: The splits by stage.
-        earlier: Returns the statistics from the checkpoint of a resumed run; None if they must be computed.
+        parts: The splits by name.
+        earlier: A function that returns the statistics from the checkpoint of a resumed run. If it returns None, the
+            statistics are computed.
+
+    Raises:
+        ConfigError: A split needs statistics, and there is no training split.
     """
     fitted = [stage for stage, part in parts.items() if isinstance(part, Fittable)]
     if not fitted:
@@ -96,7 +101,12 @@ def fit(parts: Mapping[Stage, AnyDataset], *, earlier: Callable[[], Fitted | Non
 
 
 def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, AnyDataset]:
-    """Return the splits with prepared samples, for example standardized ones."""
+    """Return the splits after their preparation, such as standardization, by name.
+
+    Args:
+        parts: The splits before their preparation, by name.
+        fitted: The statistics of the training split.
+    """
     ready = {stage: part.prepare(fitted) if isinstance(part, Fittable) else part for stage, part in parts.items()}
     for stage, part in parts.items():
         made = ready[stage]
@@ -108,11 +118,14 @@ def prepare(parts: Mapping[Stage, AnyDataset], fitted: Fitted) -> dict[Stage, An
 def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
     """Return the sizes of the splits in the order train, val, test. Splits of size 0 are left out.
 
+    Args:
+        sizes: The value of data.parts.
+
     Raises:
         ConfigError: A name is unknown, a size is negative, or fractions add up to more than 1.
     """
     raise_errors(share_errors(sizes))
-    # A command line such as parts.val=1e3 gives a float above 1.
+    # A float above 1 is a number of samples, such as 1000.0 for data.parts.val=1e3 on the command line.
     wanted = {name: sizes[name] for name in STAGES if sizes.get(name)}
     return {name: int(size) if size > 1 else size for name, size in wanted.items()}
 
@@ -120,17 +133,18 @@ def read_sizes(sizes: Mapping[str, int | float]) -> dict[Stage, int | float]:
 def contiguous_splits(
     sizes: Mapping[Name, int | float], length: int, *, block_size: int | None = None, unit: str = "samples"
 ) -> dict[Name, slice]:
-    """Return the slice of each split in a text or a time series. The splits are consecutive.
+    """Return the slice of each split in a sequence, such as a text or a time series. The splits are consecutive.
 
     Args:
-        sizes: The size of each split: a fraction, or a whole number of elements or blocks.
-        length: The number of elements.
-        block_size: The number of elements in a block, if whole numbers count the blocks of a text. A split of a text
-            has one more element than its blocks: the target of the last position.
-        unit: The name of the elements in the plural, for messages.
+        sizes: The size of each split: a fraction of the sequence, or a whole number of elements. If `block_size` is
+            set, whole numbers are numbers of blocks.
+        length: The number of elements in the sequence.
+        block_size: The number of elements in a block of a text. A split then has one element more than its blocks,
+            which is the target of the last position. Default: None, for a sequence without blocks.
+        unit: The name of the elements in the plural, for messages. Default: "samples".
 
     Raises:
-        ConfigError: A split is empty, or the splits need more elements than exist.
+        ConfigError: A split is empty, or the splits have more elements in total than the sequence.
     """
     if block_size is not None:
         sizes = {name: size * block_size + 1 if isinstance(size, int) else size for name, size in sizes.items()}
@@ -142,17 +156,17 @@ def contiguous_splits(
 
 
 def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samples") -> dict[Name, int]:
-    """Return the number of samples of each split.
+    """Return the number of samples in each split.
 
-    Cumulative fractions are rounded, so that a sum of 1 uses all samples.
+    If the fractions add up to 1, the numbers add up to `length`, because cumulative sums of the fractions are rounded.
 
     Args:
-        sizes: The size of each split: a fraction, or a whole number of samples.
-        length: The number of samples.
-        unit: The name of the samples in the plural, for messages.
+        sizes: The size of each split: a fraction of the data set, or a whole number of samples.
+        length: The number of samples in the data set.
+        unit: The name of the samples in the plural, for messages. Default: "samples".
 
     Raises:
-        ConfigError: A split is empty, or the splits need more samples than exist.
+        ConfigError: A split is empty, or the splits have more samples in total than the data set.
     """
     counts: dict[Name, int] = {}
     along, reached = 0.0, 0
@@ -177,16 +191,18 @@ def lengths(sizes: Mapping[Name, int | float], length: int, *, unit: str = "samp
 def divide(
     dataset: AnyDataset, sizes: Mapping[str, int | float], *, seed: int, choose: Choose | None = None
 ) -> dict[Stage, AnyDataset]:
-    """Return the disjoint splits of a data set.
+    """Return the disjoint splits of a data set by name.
 
     Args:
         dataset: The data set.
-        sizes: The size of each split.
+        sizes: The size of each split: a number of samples, or a fraction.
         seed: The seed that chooses random samples.
-        choose: Returns the samples of each split; None for random samples.
+        choose: A function that returns the indices of the samples in each split. Default: None, which chooses random
+            samples.
 
     Raises:
-        ConfigError: The data set is an IterableDataset, a split is empty, or the splits need more samples than exist.
+        ConfigError: The data set is an IterableDataset, a split is empty, the splits have more samples in total than
+            the data set, or `choose` is set for a data set that defines its own splits.
     """
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
@@ -195,7 +211,7 @@ def divide(
         raise data_error("split", got=got, expected="a data set that has an index and does not define its splits")
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
-    if own and list(wanted.values()) != [1.0]:  # a single split of size 1.0 is the whole data set
+    if own and list(wanted.values()) != [1.0]:  # A single split of size 1.0 is the whole data set.
         return _own_parts(own, wanted, seed=seed)
     if isinstance(dataset, IterableDataset):
         expected = "a data set with an index, which can be divided"
@@ -209,7 +225,18 @@ def divide(
 def _own_parts(
     own: Mapping[Stage, AnyDataset], wanted: Mapping[Stage, int | float], *, seed: int
 ) -> dict[Stage, AnyDataset]:
-    """Return the splits that a data set defines. A split that it does not define is taken from its training split."""
+    """Return the splits of a data set that defines its own splits, by name.
+
+    Samples of a split that the data set does not define are chosen at random from its training split.
+
+    Args:
+        own: The splits that the data set defines.
+        wanted: The size of each split.
+        seed: The seed that chooses random samples.
+
+    Raises:
+        ConfigError: The config sets the size of a split that the data set defines, or a split is empty.
+    """
     missing = {stage: size for stage, size in wanted.items() if stage not in own}
     known = {stage: size for stage, size in wanted.items() if stage not in missing and stage != "train"}
     for stage in (stage for stage, size in known.items() if size != DEFAULT_SIZES[stage]):
@@ -222,14 +249,20 @@ def _own_parts(
 
 
 def random_splits(sizes: Mapping[Name, int | float], *, length: int, seed: int) -> dict[Name, Tensor]:
-    """Return the sorted indices of each split, int64. The splits are disjoint random samples."""
+    """Return the sorted indices of random samples for each split, int64. The splits are disjoint.
+
+    Args:
+        sizes: The size of each split: a fraction, or a whole number of samples.
+        length: The number of samples in the data set.
+        seed: The seed that chooses the samples.
+    """
     counts = lengths(sizes, length)
     generator = torch.Generator().manual_seed(seed_for(seed, "parts"))
     chosen = torch.randperm(length, generator=generator)[: sum(counts.values())]
     pieces = chosen.split(list(counts.values()))
     found = {}
     for name, piece in zip(counts, pieces, strict=True):
-        # A mask sorts the indices, because torch.sort takes a second for ten million numbers.
+        # The indices are sorted with a mask, because torch.sort takes a second for ten million indices.
         marks = torch.zeros(length, dtype=torch.bool)
         marks[piece] = True
         found[name] = marks.nonzero().flatten()

@@ -1,13 +1,14 @@
-"""Batches of an IterableDataset. Every rank reads the whole stream and keeps its own samples of each global batch.
+"""Batches of an IterableDataset.
 
-Every rank therefore has the same number of batches, even if the length of the stream is unknown, and each sample is
-read exactly once. Transforms and collation cost most, and are applied only to a rank's own samples. Each worker also
-reads the whole stream. A worker makes every num_workers-th batch.
+Every rank reads the whole stream, and uses only its own samples of each global batch. All ranks therefore have the same
+number of batches, even if the length of the stream is unknown. Every sample is used by exactly one rank.
 
-Skipping a record of a Recorded stream is cheap, because its values are parsed only when the sample is needed.
+Every worker process also reads the whole stream, and makes every num_workers-th batch. Transforms and collation take
+most of the time. They are applied only to the samples that a worker needs. A Recorded stream parses a record only if
+its sample is needed, so that skipping a record is cheap.
 
-This module uses a private name of torch (seen in 2.11 to 2.13, and tested):
-torch.utils.data._utils.worker._worker_info, which get_worker_info reads.
+This module uses a private name of torch: torch.utils.data._utils.worker._worker_info, which get_worker_info reads. The
+name exists in torch 2.11 to 2.13, and a test checks it.
 """
 
 from __future__ import annotations
@@ -33,44 +34,45 @@ END = object()
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A stream of records that are cheap to skip.
+    """Interface of streams of records that are cheap to skip.
 
-    Its order depends only on (seed, epoch), and it draws no other random numbers.
+    The order of the records depends only on (seed, epoch). Reading the records does not use the random generators.
     """
 
     def records(self, *, seed: int, epoch: int, shuffle: bool) -> Iterator[object]:
-        """Yield the records of one epoch.
+        """Yield the records of an epoch.
 
         Args:
             seed: The seed of the run.
-            epoch: The epoch, from 0.
+            epoch: The epoch, counted from 0.
             shuffle: Whether to shuffle the records.
         """
 
     def sample(self, record: object) -> object:
-        """Return the sample of a record."""
+        """Return the sample that is made from a record."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ShareOfStream(IterableDataset[tuple[object, int, int]]):
-    """Yields the batches that one worker of one rank makes, as (collated data, size, global size).
+    """Stream of the batches that one worker of one rank makes in an epoch.
 
-    The size is the number of this rank's samples. The global size is the number of samples on all ranks.
+    An item is the tuple (collated data, size, global size). The size is the number of samples of this rank. The global
+    size is the number of samples of all ranks. If a sample cannot be read, the error is yielded instead of the data.
 
     Args:
-        dataset: The stream.
+        dataset: The stream of samples.
         transforms: The transforms of samples.
-        assembly: Makes a batch from samples.
+        assembly: The function that makes a batch from a list of samples.
         batch_size: The number of samples in a global batch.
-        drop_last: Whether to drop a short last batch.
-        shuffle_buffer: The number of samples in the shuffle buffer; 0 or 1 for no shuffling.
+        drop_last: Whether to drop the last batch if it has fewer samples.
+        shuffle_buffer: The number of samples in the shuffle buffer. The values 0 and 1 mean no shuffling.
         seed: The seed of the run.
-        stage: The stage.
-        rank: The rank.
+        stage: The name of the split.
+        rank: The rank of this process.
         world_size: The number of ranks.
-        shuffle: Whether to shuffle the records of a Recorded stream in each epoch.
-        epoch: The epoch to read, from 0.
-        start: The number of the first batch to yield in the epoch.
+        shuffle: Whether to shuffle the records of a Recorded stream in each epoch. Default: False.
+        epoch: The epoch to read, counted from 0. Default: 0.
+        start: The number of the first global batch to yield, counted from 0. Default: 0.
     """
 
     dataset: IterableDataset[object]
@@ -90,7 +92,8 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
     def __iter__(self) -> Iterator[tuple[object, int, int]]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # Hide the worker, because a stream that sees it would read only a part of its samples.
+        # get_worker_info must return None in the user's stream, because streams that detect a worker usually read only
+        # some of their samples.
         _utils.worker._worker_info = None
         samples = enumerate(self._shuffle(self._read()))
         skipped = islice(samples, self.start * self.batch_size)
@@ -100,7 +103,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         batch = 0
         while group := list(islice(samples, self.batch_size)):
             if errors := [sample for _, sample in group if isinstance(sample, ExpError)]:
-                yield errors[0], 0, 1  # every worker and rank yields it
+                yield errors[0], 0, 1  # All workers of all ranks yield the error, so that all ranks stop.
                 return
             if len(group) < self.batch_size and self.drop_last:
                 return
@@ -111,9 +114,10 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             batch += 1
 
     def _read(self) -> Iterator[Sample | ExpError]:
-        """Yield the samples. Before each sample, the generators are seeded from (seed, split, epoch, index).
+        """Yield the samples of the stream.
 
-        If a sample cannot be read, its error is yielded instead, and no more samples are read.
+        The generators are seeded from (seed, split, epoch, index) before each sample is read. If a sample cannot be
+        read, the error is yielded as the last item.
         """
         index, wanted = 0, declared_length(self.dataset)
         is_random = not isinstance(self.dataset, Recorded)
@@ -129,7 +133,7 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
                 yield Sample(index=index, data=sample)
                 index += 1
         except GeneratorExit:
-            raise  # the reader of this generator needs no more samples
+            raise  # The consumer of this generator has closed it.
         except (ConfigError, SampleError) as error:
             yield error
             return
@@ -148,13 +152,17 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
         return open_stream(self.dataset, epoch=self.epoch)
 
     def _shuffle(self, samples: Iterator[Sample | ExpError]) -> Iterator[Sample | ExpError]:
-        """Yield the samples in the random order of a shuffle buffer. The order depends only on (seed, epoch)."""
+        """Yield the samples of a stream in a random order, with a buffer of `shuffle_buffer` samples.
+
+        The order depends only on (seed, epoch).
+        """
         size = self.shuffle_buffer
         if size < 2:
             yield from samples
             return
         buffer = list(islice(samples, size))
-        # Every rank and worker reads the whole stream and draws one number per sample, so all have the same order.
+        # All ranks and workers compute the same order, because they read the whole stream and draw one number per
+        # sample.
         generator = sample_generator(seed=self.seed, epoch=self.epoch, index=-1)
         for sample in samples:
             place = int(generator.integers(size))
@@ -164,7 +172,12 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
             yield buffer[place]
 
     def _transform(self, position: int, sample: Sample | ExpError) -> Sample | ExpError:
-        """Return a sample after the transforms. The generators are seeded from its position in the epoch."""
+        """Return a sample after its transforms. Return an error if the sample is an error, or if a transform fails.
+
+        Args:
+            position: The position of the sample in the shuffled stream, from which the generators are seeded.
+            sample: The sample.
+        """
         if isinstance(sample, ExpError):
             return sample
         reseed_sample(seed=self.seed, epoch=self.epoch, index=position, stage=self.stage)
@@ -178,12 +191,18 @@ class ShareOfStream(IterableDataset[tuple[object, int, int]]):
 
 
 class StreamLoader(Loader):
-    """Loader of the batches of an IterableDataset on one rank."""
+    """Loader of the batches of an IterableDataset on one rank.
+
+    Args:
+        stage: The name of the split.
+        stream: The stream of batches.
+        options: The options of torch's DataLoader.
+    """
 
     def __init__(self, *, stage: Stage, stream: ShareOfStream, options: FetchOptions) -> None:
         super().__init__(stage=stage)
         self.stream = stream
-        # Workers cannot persist, because each epoch starts with a new copy of the stream that contains the epoch.
+        # Workers cannot persist over epochs, because they must receive a new ShareOfStream object for each epoch.
         self._options = replace(options, persistent_workers=False)
 
     def _length(self) -> int | None:
@@ -200,7 +219,7 @@ class StreamLoader(Loader):
 
 
 def declared_length(dataset: IterableDataset[object]) -> int | None:
-    """Return the number of samples of a stream; None if it is unknown."""
+    """Return the number of samples in a stream. Return None if the stream does not define its length."""
     try:
         return samples_in(dataset)
     except (TypeError, NotImplementedError):
@@ -208,7 +227,10 @@ def declared_length(dataset: IterableDataset[object]) -> int | None:
 
 
 def open_stream(dataset: IterableDataset[object], *, epoch: int) -> Iterator[object]:
-    """Return an iterator over the samples of one epoch. `set_epoch` is called if the data set has it."""
+    """Return an iterator over the samples of an epoch.
+
+    The method `set_epoch` of the stream is called first, if the stream has this method.
+    """
     if isinstance(dataset, Epochs):
         dataset.set_epoch(epoch)
     return iter(dataset)

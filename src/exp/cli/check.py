@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status: 0 if the config has no errors, 2 if it has errors.
     """
-    # Imported here, so that main also handles Ctrl-C during these slow imports.
+    # These slow imports are inside the function, so that the command also handles Ctrl-C while they run.
     from exp.cli.command_line import answer_question, parse_arguments
 
     arguments = parse_arguments(argv, program=PROGRAM)
@@ -103,7 +103,7 @@ def _check_sweep(arguments: argparse.Namespace) -> str:
         is_dry=True,
     )
     try:
-        # A temporary directory, because Hydra's sweeper writes a file and the working directory may be read-only.
+        # The directory is temporary, because Hydra's sweeper writes a file and the working directory may be read-only.
         with tempfile.TemporaryDirectory(prefix="exp-check-") as directory:
             run_sweeper(master.config, jobs, directory=Path(directory))
     except HydraException as error:

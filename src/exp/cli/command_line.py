@@ -88,11 +88,11 @@ def _parser(program: str) -> _Parser:
 
 
 def parse_arguments(argv: Sequence[str], *, program: str = PROGRAM) -> argparse.Namespace:
-    """Parse the flags and overrides of a command, in any order.
+    """Parse the flags and overrides of a command, which may be in any order.
 
     Args:
         argv: Arguments, without the program.
-        program: Name of the command for messages.
+        program: Name of the command, for messages. Default: PROGRAM.
 
     Raises:
         ConfigError: A flag is unknown or wrongly used.
@@ -183,7 +183,7 @@ def answer_question(arguments: argparse.Namespace) -> bool:
 
 
 def _config_text(config: DictConfig, arguments: argparse.Namespace) -> str:
-    """Return the YAML text of the part of a config that --cfg and --package select.
+    """Return a part of a config as YAML. The flags --cfg and --package select the part.
 
     Raises:
         ConfigError: --package is not a node of the config, or a value cannot be resolved.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 # The directory of the package exp. If users remove a folder of extras/, the commands in the folder disappear.
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
-# The value of a flag or a key that accepts any file or folder.
+# Stands for the values of a flag or a key that accepts any file or folder.
 PATH = "path"
 ALLOW = "--allow="
 SWITCH = "true|false"

@@ -92,9 +92,8 @@ def _split(text: str) -> tuple[list[str], str, str]:
     """Split the beginning of a command line into words.
 
     Returns:
-        The complete words.
-        The last word, which may be incomplete, without quotes.
-        The quote that is open at the end, or "".
+        Three values: the complete words; the last word, which may be incomplete, without quotes; and the quote that is
+        open at the end, or an empty text.
     """
     end = "\0"
     for quote in ("", "'", '"'):

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(words) > 1 and words[0] in HELP and words[1] in COMMANDS:
         words = [words[1], "--help"]
     if words and (words[0] in COMMANDS or words[0] in plugins()):
-        # sys.argv is set as for `python -m exp.NAME`, because the run directory records it.
+        # sys.argv becomes that of `python -m exp.NAME`, because the run directory records the command line.
         sys.argv = [os.path.join(PACKAGE, f"{words[0]}.py"), *words[1:]]
         run(words[0])
     from exp.output import exit_status

@@ -171,7 +171,7 @@ class Planner:
 
 
 def machine_of(device: str | None, launch: object) -> Machine:
-    """Return the machine to plan for.
+    """Return the machine on which the planned run is assumed to run.
 
     Args:
         device: Devices of the machine, such as "64xH100". None: this machine, with at least as many GPUs as the config

@@ -25,8 +25,8 @@ def text(estimate: Estimate, *, limit: int | None, largest: int | None, summary:
 
     Args:
         estimate: Estimate of layers, memory and time.
-        limit: Memory of a device in bytes; None if it is unknown.
-        largest: Largest data.batch_size that fits into the memory; None if it is unknown or no batch fits.
+        limit: Memory of a device in bytes; None if the memory is unknown.
+        largest: Largest data.batch_size that fits into the memory. None: it is unknown, or no batch fits.
         summary: First line of the text.
     """
     parts = [

@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _key(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the dotted key and the overrides of the command.
+    """Return the dotted key in the arguments of the command, and the overrides.
 
     Raises:
-        ConfigError: The number of keys is not 1.
+        ConfigError: The arguments contain no key, or several keys.
     """
     keys = [word for word in words if "=" not in word and not word.startswith("~")]
     if len(keys) != 1:

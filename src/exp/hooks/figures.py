@@ -19,7 +19,8 @@ INK, PAPER, PALE = (30, 30, 30), (255, 255, 255), (225, 225, 225)
 TEXT_SIZE, MARGIN = 11, 6
 LINE = TEXT_SIZE + 3
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-# Width of pictures in pixels. TensorBoard's Images page stretches narrower pictures, and drops lines of wider pictures.
+# Width in pixels at which pictures are drawn if possible. TensorBoard's Images page stretches narrower pictures, and
+# drops lines of wider pictures.
 CARD = 350
 LONGEST_NAME = 140
 
@@ -139,7 +140,7 @@ Colour = tuple[int, int, int]
 
 
 def _colours(numbers: np.ndarray, healthy: Healthy) -> tuple[np.ndarray, list[tuple[Colour, str]]]:
-    """Return the color of each number, uint8 `[R, S, 3]`, and pairs of a color and its meaning."""
+    """Return the color of each number, uint8 `[R, S, 3]`, and the legend as pairs of a color and its meaning."""
     harm = _harm(numbers, healthy)
     fine = numbers[(harm == 1) & ((numbers > 0) | (not healthy.is_logarithmic))]
     low, most = (float(fine.min()), float(fine.max())) if len(fine) else (0.0, 0.0)

@@ -65,7 +65,7 @@ class Gradients(Hook):
     """
 
     longest = {"heat_map_every_n_steps": 100, "histogram_every_n_steps": 100, "update_ratio_every_n_steps": 100}
-    # A histogram of a small network takes as long as the norms of all parameters in a hundred steps.
+    # Histograms are rare, because in a small network one record takes as long as the norms of a hundred steps.
     fewest = {"histogram_every_n_steps": 5}
 
     def __init__(
@@ -154,7 +154,7 @@ class Gradients(Hook):
         has_ratio = is_due_at(self.update_ratio_every_n_steps, index)
         if has_histograms or has_ratio:
             names, gradients = self._gradients()
-            if has_histograms:  # called even without gradients on this rank, because other ranks may have some
+            if has_histograms:  # runs even without gradients on this rank, because other ranks may have gradients
                 found = histograms(dict(zip(names, gradients, strict=True)), step)
                 values |= {f"gradients/histogram/{name}": one for name, one in found.items()}
             if has_ratio:
@@ -177,7 +177,7 @@ class Gradients(Hook):
         return values | {RATIO + name: ratio for name, ratio in ratios.items()} if self.each_parameter else values
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        """Return the names of the parameters that have a gradient, and the gradients."""
+        """Return the names of the parameters that have a gradient, and their gradients, in the same order."""
         pairs = [
             (name, gradient)
             for name, parameter in zip(self.names, self._parameters, strict=True)
@@ -186,7 +186,7 @@ class Gradients(Hook):
         return [name for name, _ in pairs], [gradient for _, gradient in pairs]
 
     def _norms(self, step: Step, beginning: str) -> dict[str, Any]:
-        """Return the current norms by tag.
+        """Return the norms of the current gradients by tag.
 
         Args:
             step: The step.
@@ -199,7 +199,7 @@ class Gradients(Hook):
             each, total = with_total(norms(gradients))
         else:
             names, gradients = self._gradients()
-            # Called even without a gradient on this rank, because other ranks may have gradients.
+            # The norms are computed even without a gradient on this rank, because other ranks may have gradients.
             found = step.norms(dict(zip(names, gradients, strict=True)))
             names = list(found)
             each, total = with_total(list(found.values()))
@@ -220,7 +220,7 @@ class Gradients(Hook):
 
 
 def histograms(tensors: Mapping[str, Tensor], step: Step) -> dict[str, Histogram]:
-    """Return the histogram of the finite entries of each tensor, over all its shards.
+    """Return a histogram of the finite entries of each tensor, by name. Entries of all shards are counted.
 
     If the tensors are sharded, every rank must call this function.
     """

@@ -102,7 +102,7 @@ class Hook:
     fewest: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, *, every_n_steps: Period = 1, modules: Sequence[str] = ("*",)) -> None:
-        # Settings with the value `auto`.
+        # Names of the settings with the value `auto`.
         self._by_length: list[str] = []
         if every_n_steps != "auto" and every_n_steps < 1:
             raise ValueError(f"every_n_steps is {every_n_steps}; expected a whole number of steps, 1 or more, or auto")
@@ -379,7 +379,7 @@ class Hook:
 def period_of(total_steps: int | None, *, longest: int, fewest: int = FEWEST_POINTS) -> int:
     """Return the number of steps between two records, at most `longest`.
 
-    A run gets at least `fewest` records. A run with fewer steps gets a record in every step.
+    A run gets at least `fewest` records. If the run has fewer steps, every step is recorded.
 
     Args:
         total_steps: Number of optimizer steps of the run; None if unknown.

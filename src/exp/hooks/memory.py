@@ -71,7 +71,7 @@ class Memory(Hook):
         self._has_forward = False
         self._gradients = 0.0
         self._kept = Kept()
-        # Tags that have a value on at least one of several ranks.
+        # Tags that have a value on at least one rank, in a run with several ranks. None before the first record.
         self._tags: set[str] | None = None
 
     def setup(self, network: nn.Module) -> None:

@@ -14,7 +14,7 @@ from exp.hooks.step import Step
 from exp.nested import tensors_in
 
 ROWS = 10
-# Name of the objective's row. Module paths contain no brackets.
+# Name of the objective's row in the table. It cannot be a module path, because paths contain no brackets.
 OBJECTIVE = "(objective)"
 Part = Literal["parameters", "gradients", "optimizer", "activations"]
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer", "activations")

@@ -87,7 +87,10 @@ class Histogram(Panel):
 
 
 def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest finite value of a vector `[K]`, 0-d. Without finite values: inf and -inf."""
+    """Return the smallest and the largest finite value of a vector `[K]`, 0-d.
+
+    If no value is finite, return inf and -inf.
+    """
     if not len(flat):
         return flat.new_full((), torch.inf), flat.new_full((), -torch.inf)
     # torch.where is used, because a condition on the numbers would wait for the device.
@@ -96,7 +99,7 @@ def finite_range(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bin_counts(flat: Tensor, low: Tensor, high: Tensor, *, bins: int) -> Tensor:
-    """Return the number of values in each of `bins` equal bins.
+    """Return the number of values in each of several bins of equal width.
 
     Args:
         flat: Values, `[K]`.
@@ -301,7 +304,7 @@ def png(sheet: np.ndarray) -> bytes:
     """Return a picture as the bytes of a PNG file.
 
     Args:
-        sheet: uint8 `[H, W, C]`. C is 1, 3 or 4.
+        sheet: Colors of the picture, uint8 `[H, W, C]`. C is 1 (gray), 3 (color) or 4 (color and opacity).
     """
     from PIL import Image as PillowImage
 

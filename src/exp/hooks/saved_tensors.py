@@ -116,7 +116,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def kept_by(forward: Callable[[], object], *, network: nn.Module, data: object) -> Kept:
-    """Return the tensors that one forward saves for the backward, as the hook `memory` counts them.
+    """Return the tensors that one forward saves for the backward. The hook `memory` counts the same tensors.
 
     Args:
         forward: Function that runs the forward.

@@ -71,9 +71,9 @@ class Throughput(Hook):
     def _begin(self) -> None:
         # Number of steps between the timed step and the logged step. In these steps, a GPU finishes the timed step.
         self._ahead = min(AHEAD, (self.every_n_steps - 1) // 2)
-        # Total number, samples and seconds of the timed steps.
+        # Totals of the timed steps: number of steps, samples, seconds.
         self._steps, self._samples, self._seconds = 0, 0, 0.0
-        # End of the last observed step: time, step index, and number of samples so far.
+        # Values at the end of the last observed step: time, step index, and number of samples since the start.
         self._last: tuple[float, int, int] | None = None
         self._paused_at: float | None = None
         self._split: StepTimer | None = None
@@ -113,14 +113,14 @@ class Throughput(Hook):
         self._split = None
 
     def _count(self, step: Step, now: float) -> None:
-        """Add the steps since the last observed step to the totals."""
+        """Add the steps after the last observed step, up to the current step, to the totals."""
         last, paused_at, self._paused_at = self._last, self._paused_at, None
         if last is None:
             return
         then, index, seen = last
         steps, samples = step.index - index, step.samples_seen - seen
         if paused_at is not None:
-            # The end of the pause is unknown, so the pause and the step next to it are left out.
+            # The pause and the first step after the pause are not counted, because the end of the pause is unknown.
             now, steps, samples = paused_at, steps - 1, samples - step.batch_size
         if steps:
             self._steps += steps
@@ -196,11 +196,11 @@ class StepTimer:
         self.mark("", now)
 
     def mark(self, name: str, now: float | None = None) -> None:
-        """End the part with the given name.
+        """End a part of the step at the current time.
 
         Args:
             name: Name of the part.
-            now: Time by time.perf_counter, if already known. Default: None.
+            now: Current time by time.perf_counter. Default: None, which reads the time.
         """
         self._names.append(name)
         if self._device.type == "cuda":

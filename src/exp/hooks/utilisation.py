@@ -40,7 +40,7 @@ class Utilisation:
 
     def __init__(self, *, peak_flops: PeakFlops, flops_per_sample: float | None, workload: Workload | None) -> None:
         self._given_peak, self._given_flops, self._workload = peak_flops, flops_per_sample, workload
-        # FLOPs of a sample divided by the peak FLOPs per second of all devices.
+        # FLOPs of one sample in a step, divided by the peak FLOPs per second of all devices together.
         self._share: float | None = None
         self._is_prepared = False
 
@@ -60,7 +60,7 @@ class Utilisation:
         workload = self._workload or Workload(precision="fp32", devices=1, flops=_raise_without_config)
         peak, source = self._peak_of(step.device, workload)
         if peak is None:
-            # CPUs have no listed peak, which needs no warning.
+            # For a CPU, no warning is logged, because no CPU has a listed peak.
             if step.device.type != "cpu":
                 log.warning(
                     "throughput/mfu is not logged: the peak FLOPs per second of %s in %s are unknown. Write "
@@ -167,12 +167,16 @@ def listed_peak(device_name: str, word: str) -> float | None:
 
 
 def card_of(device_name: str) -> str | None:
-    """Return the listed card that matches a device name of torch; None if no card matches."""
+    """Return the name of the card in the table of cards that matches a device name. Return None if no card matches.
+
+    Args:
+        device_name: Result of torch.cuda.get_device_name.
+    """
     return next((card for card, (pattern, _) in _CARDS.items() if re.fullmatch(pattern, device_name)), None)
 
 
 def card_peaks(card: str) -> Mapping[str, float]:
-    """Return the FLOPs per second of a listed card for dense matrices, by arithmetic."""
+    """Return the peak FLOPs per second of a listed card for dense matrices, by arithmetic such as bf16."""
     return {word: tera * TERA for word, tera in zip(_ARITHMETIC, _CARDS[card][1], strict=True) if tera is not None}
 
 

@@ -72,7 +72,7 @@ def compile_forward(
         MODE,
     )
     code = _code(program, [*prologue, *plain.body()])
-    # torch.compile needs Python's builtins. The program cannot use them, because it was tried without builtins.
+    # torch.compile needs Python's builtins. The program does not use them, because the trial had no builtins.
     namespace: dict[str, object] = {"__builtins__": builtins, MODE: mode_of, _LISTED: list}
     namespace |= {name: _resolve(function, functions) for name, function in plain.functions.items()}
     return FunctionType(code, namespace, "forward")
@@ -95,7 +95,7 @@ def _code(program: Program, body: list[ast.stmt]) -> CodeType:
 
 
 def _register(program: Program) -> str:
-    """Return the file name of a program for tracebacks, and store the program's text in linecache under this name."""
+    """Store the text of a program in Python's linecache for tracebacks, and return the program's file name."""
     text = program.source.text
     name = f"{FILE_PREFIX}{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}>"
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in program.source.lines], name)
@@ -152,7 +152,7 @@ class _Plain(ast.NodeTransformer):
         self.functions: dict[str, object] = {}
 
     def body(self) -> list[ast.stmt]:
-        """Return the converted statements. The program's own tree does not change."""
+        """Return the converted statements. The syntax tree in `program` does not change."""
         tree = self.visit(ast.parse(self.program.source.text))
         assert isinstance(tree, ast.Module)
         return tree.body

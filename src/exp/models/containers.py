@@ -85,7 +85,7 @@ class ProgramModel(nn.Module):
     ) -> None:
         super().__init__()
         if container is not None:
-            # Changing the class of an object is safe here: torch's lazy layers also do it.
+            # The class of the object is changed, as in torch's lazy layers.
             self.__class__ = self._choose(container, folds=forward is None)
         self.input_names = tuple(inputs)
         self._layer_names = tuple(layers)
@@ -283,7 +283,7 @@ class ParameterDictModel(ProgramModel):
     layers_as = "dict"
 
 
-# The containers that can call their layers in order, without a program.
+# Classes of containers that can call their layers in order, without a program, by name.
 _FOLDING: dict[str, type[ProgramModel]] = {
     "sequential": SequentialModel,
     "module_list": ModuleListModel,
@@ -317,7 +317,7 @@ def _callable(name: str, value: object) -> Callable[..., object]:
     return value
 
 
-# -- views of a network with another forward: a further program, or a method of a module --
+# -- copies of a network with another forward --
 
 
 def with_forward(network: nn.Module, name: str) -> nn.Module:
@@ -334,7 +334,7 @@ def with_forward(network: nn.Module, name: str) -> nn.Module:
         AttributeError: The network has no such program or method.
     """
     method = getattr(network, name)
-    view = copy.copy(network)  # shallow: the tables of layers and parameters are the same objects
+    view = copy.copy(network)  # a shallow copy shares the tables of layers and parameters
     view.__dict__["forward"] = method
     # Without this, the copy of a network that torch.compile has compiled would run the compiled forward.
     view.__dict__["_compiled_call_impl"] = None

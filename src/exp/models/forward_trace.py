@@ -68,10 +68,7 @@ class ForwardTrace:
     calls: Sequence[Call]
 
     def by_path(self) -> Mapping[str, Sequence[Call]]:
-        """Return the calls of each module of the network, by the module's path.
-
-        The path of the network itself is empty.
-        """
+        """Return the calls of each module of the network, by the module's path. The network has an empty path."""
         paths = {module: path for path, module in reversed(list(self.network.named_modules()))}
         found: dict[str, list[Call]] = {}
         for call in self.calls:
@@ -234,7 +231,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         question = function, str(map_tensors([arguments, named], lambda one: (one.shape, one.dtype)))
         if question in self._asked or name == "__get__":
-            return  # a deep network repeats the call in every layer; an attribute computes nothing
+            return  # an equal call in another layer was already checked, or an attribute of a tensor was read
         self._asked.add(question)
         autocast = self.arithmetic.autocast
         context = torch.autocast("cpu", dtype=autocast) if autocast is not None else contextlib.nullcontext()

@@ -1,6 +1,6 @@
 """Freezing of parameters and BatchNorm statistics, and unfreezing at given epochs.
 
-freeze: {parameters: ["encoder.*", Embedding], batch_norm: eval, unfreeze: {10: ["encoder.3.*"]}}
+Example: freeze: {parameters: ["encoder.*", Embedding], batch_norm: eval, unfreeze: {10: ["encoder.3.*"]}}
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class DependsOnMode(ValueError):
 
 
 def _graph_of_program(network: ProgramModel) -> fx.Graph:
-    """Return the graph of a forward program. Loops and constants are unrolled.
+    """Return the graph of a forward program. The graph contains unrolled loops and the values of constants.
 
     The nodes read layers, parameters and the flag `training` from the network.
     """

@@ -45,7 +45,7 @@ class NetworkCall(Protocol):
         """Return the output of a network for the values of a batch.
 
         Args:
-            run: The network, or a substitute.
+            run: The network, or a function with the same parameters.
             data: The values of the batch by name.
         """
 

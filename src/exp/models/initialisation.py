@@ -38,7 +38,7 @@ def initialise(network: nn.Module, patterns: Mapping[str, Scheme]) -> None:
             `initialisation`.
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
-    chosen: dict[Tensor, str] = {}  # a tied parameter matches by any of its names
+    chosen: dict[Tensor, str] = {}  # by tensor, because a tied parameter has several names
     for pattern in patterns:
         meant = find_parameters(network, pattern, key=f"initialisation.{pattern}")
         chosen.update({parameters[name]: pattern for name in meant})

@@ -36,7 +36,7 @@ class KeptState:
         self._network, self._with_buffers = network, with_buffers
         self._modules = set(network.modules())
         self._buffers = set() if with_buffers else {id(buffer) for buffer in network.buffers()}
-        self._alive: list[object] = []  # references, so that ids are not reused
+        self._alive: list[object] = []  # keeps the objects in memory, so that their ids are not reused
         self._prints = dict(self._named_values())
 
     def changes(self) -> list[str]:
@@ -97,5 +97,5 @@ def _object(identity: int) -> object: ...
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # the variable has no value yet
         return None

@@ -64,11 +64,11 @@ class Noise(nn.Module):
 
 
 def build_layer(layer: object, key: str) -> nn.Module | nn.Parameter:
-    """Return the module or parameter to register for a value in `layers`.
+    """Convert a value in `layers` to a module or parameter, which the container registers.
 
     Args:
         layer: A module, a parameter, or a list or mapping of these.
-        key: The config key of the value, for messages.
+        key: The config key of the value, for error messages.
     """
     if isinstance(layer, Parameter):
         return layer.value

@@ -49,7 +49,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
         self.scale = alpha / rank
-        # alpha is a buffer, so that `merge_state_dict` needs only the state dict.
+        # alpha is a buffer, so that the state dict contains all that `merge_state_dict` needs.
         self.register_buffer("alpha", torch.tensor(float(alpha), device=weight.device))
 
     def forward(self, original: Tensor) -> Tensor:
@@ -157,7 +157,10 @@ def originals(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weights(network: nn.Module, pattern: str, *, key: str, errors: list[ErrorDetails]) -> list[str]:
-    """Return the names of the weights that a pattern matches and that can be adapted."""
+    """Return the names of the weights that a pattern matches and that can be adapted.
+
+    If the pattern matches only weights that cannot be adapted, add an error to `errors`.
+    """
     meant = find_parameters(network, pattern, key=key, errors=errors)
     found = [name for name in meant if _is_weight(network, name)]
     if meant and not found:

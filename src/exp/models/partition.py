@@ -128,7 +128,7 @@ def split(network: nn.Module, *, count: int, layers: Patterns | None, inputs: Se
 
 
 class _Cutter:
-    """Assigns every node of a graph to a part, and builds the graph of each part."""
+    """Assigns every node of a network's graph to a part, and builds a graph for each part."""
 
     def __init__(
         self, network: nn.Module, graph: fx.Graph, found: Mapping[str, int], count: int, values: Mapping[str, object]
@@ -182,7 +182,7 @@ class _Cutter:
         while stack:
             node = stack.pop()
             if self._is_carried(node, part):
-                continue  # the part receives its value, and needs none of its arguments
+                continue  # the part receives the node's value, so that it does not need the node's arguments
             for used in node.all_input_nodes:
                 if used not in wanted:
                     wanted.add(used)
@@ -423,7 +423,8 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
             return total[end] or float("inf"), [0]
         choices = [(max(best(start, parts - 1)[0], total[end] - total[start]), -start)
                    for start in range(1, end) if total[end] > total[start]]  # fmt: skip
-        # Of equal choices, the latest start is used, so that layers without parameters stay with the layer before them.
+        # If several choices are equally good, the latest start is used. Layers without parameters are then in the part
+        # of the layer before them.
         largest, start = min(choices, default=(float("inf"), 0))
         return largest, [*best(-start, parts - 1)[1], -start] if choices else []
 

@@ -176,7 +176,7 @@ class _Checker(ast.NodeVisitor):
         elif node.id not in self.known:
             if called and self.is_explained(node, f"`{node.id}`", node.id, self.known):
                 return
-            # A name that is not called cannot be a misspelled function.
+            # Functions are proposed only for names that are called, because a program can only call functions.
             near = self.known if called else self.variables
             inputs = ", ".join(f"`{name}`" for name in self.names.inputs)
             otherwise = "a layer or a torch function" if called else f"an input ({inputs}), a layer or a variable"
@@ -195,7 +195,8 @@ class _Checker(ast.NodeVisitor):
         known = vocabulary.METHODS | vocabulary.CONTAINER_METHODS if called else _ATTRIBUTES
         kind = "method" if called else "attribute"
         root = _root(node)
-        # A variable may hold a layer, which has other attributes. The trial checks the attributes of variables.
+        # Attributes of variables are checked in the trial, because a variable may be a layer, which has other
+        # attributes.
         if node.attr.startswith("_") or root is None or root in self.names.inputs:
             self.check_listed(node, f"the {kind} `.{node.attr}`", known, kind=kind)
 

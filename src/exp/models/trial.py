@@ -104,7 +104,7 @@ def try_out(
         except Stopped:
             break
         except Exception as error:
-            if not found:  # otherwise the exception is a consequence of the recorded errors
+            if not found:  # if errors are recorded, they are the cause of the exception
                 place = _place(code, error.__traceback__)
                 found[place[:2]] = _error_at(program, error, place)
         else:
@@ -163,7 +163,7 @@ class Trial:
     # -- guards --
 
     def operand(self, value: object, depth: int = 0) -> object:
-        """Return a value after checking that it is valid as an operand of an operation on tensors.
+        """Return a value. Record an error if operations on tensors do not accept the value.
 
         Args:
             value: The value.
@@ -181,7 +181,7 @@ class Trial:
         return value
 
     def key(self, value: object) -> object:
-        """Return a dict key after checking that it is a constant."""
+        """Return a dict key. Record an error if the key is not a constant."""
         return value if isinstance(value, Scalar) else self.refuse("a dict key that is not a constant", "a string")
 
     def attribute(self, value: object, name: str) -> object:
@@ -201,7 +201,7 @@ class Trial:
         return _apply_bounded(kind, left, right)
 
     def result(self, value: object = None) -> object:
-        """Return the output of the program after checking that it contains a tensor."""
+        """Return the output of the program. Record an error if the output contains no tensor."""
         self.operand(value)
         if not _holds_unknown(value):
             self.refuse("the returned value contains no tensor", "a tensor, or a tuple or dict of tensors")
@@ -214,7 +214,10 @@ class Trial:
         return self.unknown
 
     def call_listed(self, listed: Listed, /, *arguments: Any, **named: object) -> object:
-        """Return the result of a function of models/vocabulary.py, or a stand-in for its result."""
+        """Call a function of models/vocabulary.py with constants, and return the result.
+
+        If an argument is known only during a run, return a stand-in for the result.
+        """
         name, home = listed.name, listed.home
         is_of_tensor = bool(arguments) and isinstance(arguments[0], Unknown)
         if home == "builtins" and not (is_of_tensor and name in vocabulary.TORCH_FUNCTIONS):
@@ -527,7 +530,7 @@ class Layer:
 
 
 def stand_in(path: str, held: object, trial: Trial) -> object:
-    """Return the stand-in of a layer or a parameter; None if the value is None."""
+    """Return the stand-in of a layer or a parameter. Return None if `held` is None, such as a missing bias."""
     if isinstance(held, nn.Module):
         return Layer(path, held, trial)
     return None if held is None else Unknown(trial)

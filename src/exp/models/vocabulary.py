@@ -81,7 +81,7 @@ FFT_FUNCTIONS = frozenset(
     irfftn rfft rfft2 rfftfreq rfftn
     """.split()
 )
-# Functions that drop values even in evaluation, unless a program passes `training=training`.
+# Functions that drop values even in evaluation, unless a program calls them with `training=training`.
 NEEDS_TRAINING = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "multi_head_attention_forward"})
 
 # Functions that write into an argument. A value has three entries: the argument, the parameter that enables writing,
@@ -149,7 +149,7 @@ DTYPES = frozenset(
 )
 MEMORY_FORMATS = frozenset("channels_last channels_last_3d contiguous_format preserve_format".split())
 
-# The module of each prefix that a program may write.
+# The module that each prefix of a name in a program means.
 PREFIXES = {
     "torch": "torch",
     "F": "torch.nn.functional",

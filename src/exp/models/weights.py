@@ -204,7 +204,7 @@ def _take_shapes(module: nn.Module, state: Mapping[str, object], prefix: str, *_
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a network by their names in the state dict.
 
-    Tensors of LoRA are left out.
+    Tensors of LoRA are left out, and adapted weights have their names from before the adaptation.
     """
     named = network.state_dict(keep_vars=True).items()
     return originals({name: one for name, one in named if isinstance(one, Tensor)})

@@ -15,7 +15,7 @@ from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, BCEWithLogits, CrossEntropy
 
 Kind = Literal["classes", "log_classes", "yes_or_no", "numbers"]
-# One number for all entries of an output, or one number for each entry.
+# A mean or deviation: one number for all entries of a target, or one number per entry.
 Numbers = float | Sequence[float]
 # Loss classes for classification. Each has the kind of output that the loss expects, and the axis of the classes.
 CLASSES: Sequence[tuple[type[nn.Module], Kind, int]] = (

@@ -139,7 +139,7 @@ def _predicting(run: RunFiles, path: Path, *, checkpoint: Path, overrides: Seque
 
 
 def _save(given: object, run: RunFiles, place: Path) -> Path:
-    """Write arrays to an .npz file, and return the path of the file.
+    """Write the user's arrays to an .npz file, and return the path of the file.
 
     Raises:
         RunError: A value is not an array of numbers or text.
@@ -185,7 +185,7 @@ def unlabelled_node(run: RunFiles, path: Path) -> dict[str, Any]:
 
 
 def _set_node(run: RunFiles) -> Mapping[str, Any]:
-    """Return the config node of a data set of the run.
+    """Return the config node of one of the run's data sets, such as `data.dataset` or `data.train`.
 
     Raises:
         RunError: The run has the loaders of a LightningDataModule.

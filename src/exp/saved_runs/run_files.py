@@ -57,7 +57,7 @@ class RunFiles:
 
     @functools.cached_property
     def history(self) -> History:
-        """All scalars in the run's event files, by optimizer step.
+        """Curves of all scalars in the run's event files. Their steps are optimizer steps.
 
         Raises:
             RunError: The run has no scalars, for example because it ran without logger=[tensorboard].

@@ -155,9 +155,14 @@ def batch_norms(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def join_statistics(network: nn.Module, share: Share, *, device_type: str) -> dict[nn.Module, type[nn.Module]]:
-    """Make each BatchNorm layer of a network use the statistics of all ranks.
+    """Make each BatchNorm layer of a network normalize with the statistics of all ranks.
 
     Only the class of a layer is replaced. Parameters, buffers, hooks and names in the state dict do not change.
+
+    Args:
+        network: The network.
+        share: State of the current batch on this rank. The strategy updates it before each forward.
+        device_type: Type of the device, such as "cuda".
 
     Returns:
         Previous class of each layer, for `restore_classes`.

@@ -93,7 +93,7 @@ class DDP(Strategy):
         return [invalid_value(f"strategy.{HOOK}", self.communication_hook, expected)]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return a Lightning DDPStrategy with these options."""
+        """Return Lightning's strategy for DDP, with these options."""
         return ExpDDPStrategy(placement=placement, options=self)
 
     def footprint(self, load: Load) -> Footprint:
@@ -109,24 +109,25 @@ class DDP(Strategy):
         return replace(copies, transfers=transfers)
 
     def _averaging_options(self) -> dict[str, object]:
-        """Return the options that control how gradients are averaged."""
+        """Return the options that have an effect on the average of gradients, by name."""
         reducer = {key: value for key, value in self.options.items() if key != "broadcast_buffers"}
         return {HOOK: self.communication_hook, "sync_batchnorm": self.sync_batchnorm, **reducer}
 
 
 class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
-    """Strategy that wraps the module in DistributedDataParallel, unless the module averages its gradients itself.
+    """Strategy that wraps the training module in DistributedDataParallel, unless the module averages its gradients.
 
-    A module that averages its gradients is not wrapped. Only its parameters and buffers are copied from rank 0 at the
-    start. DistributedDataParallel expects one backward per forward, but phases may have several.
+    Phases average their gradients in the module, because they may have several backwards, but DistributedDataParallel
+    expects one backward per forward. Such a module is not wrapped. Only its parameters and buffers are copied from rank
+    0 at the start.
 
     Tested properties of Lightning 2.6.6: `configure_ddp` wraps the module, and a module that is not wrapped is called
     directly. A batch is the first argument of `training_step`. Lightning registers communication hooks only on CUDA, so
     this class registers them.
 
     Attributes:
-        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward; with phases,
-            before each step.
+        broadcasts_buffers: Whether the buffers of rank 0 are copied to all ranks before each forward. In a run with
+            phases, they are copied before each step.
     """
 
     def __init__(self, *, placement: Placement, options: DDP) -> None:
@@ -137,7 +138,7 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         self.sync_batchnorm = options.sync_batchnorm
 
     def configure_ddp(self) -> None:
-        """Wrap the module in DistributedDataParallel, unless it averages its gradients itself."""
+        """Wrap the training module in DistributedDataParallel, unless the module averages its gradients."""
         module = module_of(self)
         self.join_statistics(module)
         # A user's LightningModule does not have this attribute.
@@ -166,7 +167,10 @@ class ExpDDPStrategy(StatisticsOverRanks, DDPStrategy):
         self._share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights and buffers for a checkpoint, equal on all ranks. Every rank must call this method."""
+        """Return the weights and buffers for a checkpoint, which are equal on all ranks.
+
+        Every rank must call this method.
+        """
         self._share_buffers()
         return super().lightning_module_state_dict()
 

@@ -162,16 +162,15 @@ class FSDP(Strategy):
         ]
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
-        """Return a FullyShardedStrategy with these options."""
+        """Return Lightning's strategy for FSDP, with these options."""
         return FullyShardedStrategy(placement=placement, options=self)
 
 
 class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
-    """Strategy that stores weights, gradients and optimizer state as DTensors, sharded over the data ranks.
+    """Strategy that stores weights, gradients and optimizer state as DTensors. All ranks have shards of them.
 
-    Tested properties of torch 2.13: fully_shard uses hooks around a module's call, and assigns gathered parameters to
-    the module that owns them. Forward programs that read the tables `_modules` run these hooks and read the gathered
-    parameters.
+    Tested properties of torch 2.13: fully_shard adds hooks to a module's call. The hooks assign gathered parameters to
+    the module that owns them. A forward program also runs these hooks and reads the gathered parameters.
     """
 
     def __init__(self, *, placement: Placement, options: FSDP) -> None:
@@ -211,8 +210,8 @@ class FullyShardedStrategy(StatisticsOverRanks, ModelParallel):
         if self.is_placed and not self.options.cpu_offload:
             super().model_to_device()
             return
-        # fully_shard moves one unit at a time, so the whole network is never on the device. Offloaded shards stay on
-        # the CPU.
+        # The network is not moved, because it may be too large for the device. fully_shard later moves one unit at a
+        # time. Offloaded shards stay on the CPU.
         move_all_but_network(module_of(self), self.root_device)
         for module in network_of(self).modules():
             for name, buffer in module.named_buffers(recurse=False):

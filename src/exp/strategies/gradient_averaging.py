@@ -17,7 +17,8 @@ from exp.errors import RunError
 from exp.strategies.whole_state import local_part
 
 T = TypeVar("T", bound=Tensor)
-# Maximum bytes per collective, unless one tensor is larger. DistributedDataParallel has the same limit.
+# Maximum number of bytes per collective. A larger tensor has its separate collective. DistributedDataParallel has the
+# same limit.
 BUCKET_BYTES = 25 * 2**20
 
 

@@ -91,7 +91,7 @@ class Hybrid(Strategy):
         return [*scalars, *self.axis.errors(planned)]
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the footprint of the tensor parallel or pipeline parallel strategy."""
+        """Return the footprint of the tensor parallel or pipeline parallel strategy that this strategy uses."""
         return self.axis.footprint(load)
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
@@ -100,7 +100,7 @@ class Hybrid(Strategy):
 
 
 def _unused_errors(options: Mapping[str, object], axis: str) -> list[ErrorDetails]:
-    """Return an error for each option that is set although its dimension is 1, because it would have no effect."""
+    """Return an error for each option that is set without effect, because its dimension is 1."""
     defaults = {key: inspect.signature(Hybrid.__init__).parameters[key].default for key in options}
     return [
         not_supported_with(key, repr(value), f"{axis}=1", str(defaults[key]), f"Remove strategy.{key}")

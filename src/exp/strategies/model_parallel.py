@@ -1,6 +1,6 @@
 """Base class of Lightning strategies that split one network over ranks: fsdp, tensor_parallel, hybrid, pipeline.
 
-setup                  once, in fit or test: every rank has the whole network with the same values
+setup                  once, in training or test: every rank has the whole network with the same values
   place_model          shards or splits the network in place; implemented by a subclass
   setup_optimizers     creates optimizers of the parts; before place_model if a rank keeps only some of the parameters
 checkpoints            contain whole tensors, see whole_state.py
@@ -64,7 +64,10 @@ class ModelParallel(WholeState):
 
     @abstractmethod
     def place_model(self) -> None:
-        """Shard or split the network in place. Called once on every rank, with the same values on all ranks."""
+        """Shard or split the network in place.
+
+        Called once on every rank. The network has the same values on all ranks.
+        """
 
     def copies(self, name: str, part: Tensor) -> int:
         """Return the number of ranks that store the same part of a tensor.
@@ -79,7 +82,7 @@ class ModelParallel(WholeState):
         return in_model * math.prod(sizes)
 
     def copies_in_model(self, name: str) -> int:
-        """Return the number of ranks of one model that store the same part of a tensor. Default: 1."""
+        """Return the number of ranks in `model_group` that store the same part of a tensor. Default: 1."""
         return 1
 
     # --- placing ---
@@ -100,7 +103,7 @@ class ModelParallel(WholeState):
             self.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
     def data_mesh(self) -> DeviceMesh:
-        """Return the device mesh of the ranks that share the global batch, for FSDP2."""
+        """Return the device mesh of the ranks in `data_group`, for FSDP2."""
         return DeviceMesh.from_group(self.data_group, self.root_device.type, mesh_dim_names=("data",))
 
     def setup(self, trainer: Trainer) -> None:

@@ -114,7 +114,12 @@ class Pipeline(Strategy):
         return Demand(dimensions=Dimensions(pipeline=ranks), cpu_devices=ranks)
 
     def microbatches_of(self, batch_size: int, ranks: int) -> int:
-        """Return the number of micro-batches into which a rank's `batch_size` samples are split."""
+        """Return the number of micro-batches into which the samples of a rank are split.
+
+        Args:
+            batch_size: Number of samples of the rank.
+            ranks: Number of ranks of the pipeline.
+        """
         return count_micro_batches(
             self.microbatches,
             batch_size=batch_size,
@@ -161,7 +166,7 @@ class Pipeline(Strategy):
             transfers=transfers,
             work=1 / ranks,
             calls=count / ranks,
-            # Idle time while the pipeline fills and drains (Huang et al. 2019, GPipe).
+            # Ranks are idle while the pipeline fills and drains (Huang et al. 2019, GPipe).
             waiting=(count + ranks - 1) / max(count, 1),
             notes=(ESTIMATE,),
         )
@@ -271,13 +276,13 @@ class Pipelined(Protocol):
 
 
 class PipelineStrategy(ModelParallel):
-    """Strategy of one rank of a pipeline.
+    """Lightning strategy of one rank of a pipeline.
 
-    Each rank builds the whole network, splits it, and keeps the parameters of its stages. Checkpoints contain whole
-    tensors (whole_state.py).
+    Each rank builds the whole network, splits it, and keeps only the parameters of its stages. Checkpoints contain
+    whole tensors (whole_state.py).
 
     Attributes:
-        stages: Stages of this rank; None before the model is placed.
+        stages: Stages of this rank. None before the model is placed.
     """
 
     holds_every_name = False

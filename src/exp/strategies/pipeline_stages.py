@@ -178,8 +178,8 @@ class _Scheduled:
             for module in self.modules
         ]
         kind = get_schedule_class(stages.schedule)
-        # Gradients are not scaled, because the loss is already weighted. torch's mean over unequal micro-batches would
-        # differ from the batch's mean.
+        # torch does not scale the gradients, because the loss is already weighted. With micro-batches of different
+        # sizes, torch's scaling would give another mean than that over the batch.
         single = issubclass(kind, PipelineScheduleSingle)
         self.schedule = kind(made[0] if single else made, count, loss_fn=self._loss, scale_grads=False)
 

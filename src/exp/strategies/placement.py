@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from exp.errors import ErrorDetails, config_error, invalid_value, not_supported_with, raise_errors
 from exp.strategies.rank import Rank
 
-# Default number of CPU ranks. Two are enough to try DDP on a laptop; more would compete for its cores.
+# Default number of CPU ranks. Two ranks are enough to try DDP on a laptop. More ranks would compete for the cores.
 CPU_RANKS = 2
 # Maximum number of CPU ranks per core. So many ranks are useful only to test a strategy. Each rank is a process of half
 # a gigabyte.
@@ -253,7 +253,7 @@ def adopt_placement(
         wanted = started if devices == "auto" else _number(devices) // each
         wanted_nodes = rank.nodes if nodes == 1 else nodes
         same = (wanted, wanted_nodes) == (started, rank.nodes)
-        if rank.is_confined:  # each rank counts as a node, so the products are compared
+        if rank.is_confined:  # each rank counts as a node, so that only total numbers of ranks can be compared
             fits = rank.world_size % wanted == 0 if nodes == 1 else rank.world_size == wanted * nodes
             same = devices == "auto" or fits
         if not same:

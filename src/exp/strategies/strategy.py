@@ -173,10 +173,7 @@ class Strategy(ABC):
 
 
 def averages_weights(kind: type[Callback]) -> bool:
-    """Return whether a class of callbacks averages weights.
-
-    This holds for classes with an attribute `averages_weights` that is true.
-    """
+    """Return whether a class of callbacks has the attribute `averages_weights` with the value true."""
     return bool(getattr(kind, "averages_weights", False))
 
 
@@ -222,7 +219,7 @@ def demand_of_lightning(strategy: LightningStrategy) -> Demand:
 
 
 def _devices(placement: Placement) -> list[int] | int:
-    """Return the devices in Lightning's format: one per rank."""
+    """Return the devices in Lightning's format. A rank with several devices is listed with the first of them."""
     if placement.accelerator == "cuda":
         return list(placement.device_indices[:: placement.layers])
     return placement.ranks_per_node
@@ -275,7 +272,7 @@ def shared_names(network: nn.Module) -> list[list[str]]:
 
 
 def data_of(trainer: Trainer) -> Data:
-    """Return the data of a run that exp built."""
+    """Return the data of a run, if exp built the data."""
     # Lightning sets the attribute without declaring it.
     data = getattr(getattr(trainer, "datamodule", None), "data", None)
     assert isinstance(data, Data)

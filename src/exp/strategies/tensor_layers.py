@@ -63,7 +63,7 @@ class Cut:
     stride: tuple[int, ...]
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return the local shard of a whole tensor, without communication."""
+        """Return the local shard of a whole tensor. No data is sent between ranks."""
         found: Tensor = distribute_tensor(whole, self.mesh, [self.placement], src_data_rank=None).to_local()
         return found
 

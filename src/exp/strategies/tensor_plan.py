@@ -179,7 +179,7 @@ def _from_patterns(network: nn.Module, plan: Mapping[str, str]) -> dict[str, str
 
 
 def _layer_errors(key: str, name: str, layer: nn.Module, word: str) -> Iterator[ErrorDetails]:
-    # A subclass may define another forward.
+    # Subclasses are rejected, because they may have another forward.
     if type(layer) is not TAKES[word]:
         yield invalid_value(
             key, word, f"a torch.nn.{TAKES[word].__name__}", because=f"and {name} is a {type(layer).__name__}"

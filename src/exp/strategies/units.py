@@ -93,7 +93,7 @@ def split_by_dtype(network: nn.Module, units: Mapping[str, nn.Module]) -> dict[s
 
 
 def match_modules(network: nn.Module, patterns: Sequence[str], *, key: str) -> dict[str, nn.Module]:
-    """Return the submodules that match one of the patterns of exp.models.matching, by name.
+    """Return the submodules that match at least one pattern, by name. The patterns are those of exp.models.matching.
 
     Raises:
         ConfigError: A pattern matches no module that is called.

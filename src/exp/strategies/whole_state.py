@@ -57,7 +57,7 @@ class Parts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """Shape and dtype of a tensor of the whole module."""
+    """Shape and dtype of an entry in the state dict of the whole module."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class WholeState(DDPStrategy, ABC):
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     def part(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, with the layout of `like`."""
+        """Return this rank's part of a whole tensor. The part has the layout of `like`."""
         if not isinstance(like, DTensor):
             return whole
         # No communication, because every rank has read the same checkpoint.

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(replaced: str, before: str) -> list[str]:
-    """Return the completions of a command line. The shell replaces the text `replaced` by one of them.
+    """Return the possible completions of a command line. The shell replaces the text `replaced` by a completion.
 
     Args:
         replaced: Text directly before the cursor. In bash it begins after the last `=`.

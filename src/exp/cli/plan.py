@@ -140,7 +140,10 @@ class Planner:
         return Estimator(plan, device=self.device(plan))
 
     def other(self, more: Sequence[str]) -> Estimator | None:
-        """Return the estimator of the run with additional overrides. Return None if the config then has errors."""
+        """Return the estimator of the run with additional overrides.
+
+        Return None if these overrides cause errors in the config.
+        """
         try:
             return self.estimator(self.plan(more))
         except ConfigError:
@@ -171,7 +174,7 @@ class Planner:
 
 
 def machine_of(device: str | None, launch: object) -> Machine:
-    """Return the machine on which the planned run is assumed to run.
+    """Return the machine for which a run is planned.
 
     Args:
         device: Devices of the machine, such as "64xH100". None: this machine, with at least as many GPUs as the config

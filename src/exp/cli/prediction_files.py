@@ -47,8 +47,8 @@ def refuse_place(path: Path, *, given: Path) -> None:
 def write_predictions(predictions: Predictions, path: Path) -> None:
     """Write predictions to a file. An existing file is replaced.
 
-    A .npz file contains the outputs of the network by name. It also contains those of the arrays `class`,
-    `probability`, `probabilities`, `prediction` and `classes` that the outputs define.
+    A .npz file contains the outputs of the network by name. For outputs that are converted to classes or predictions,
+    it also contains arrays such as `class`, `probability`, `probabilities`, `classes` and `prediction`.
 
     .csv and .jsonl files contain one row per sample with these columns:
 

@@ -121,8 +121,8 @@ class Question:
     def _value(self, key: str) -> tuple[object, str]:
         """Return the value of a key, and a note about the value.
 
-        The note is empty if the config contains the value. It is not empty if the data determine the value, or a search
-        before the run, as for `resume: auto`.
+        The note is empty if the config contains the value. Otherwise the note names the source of the value: the data,
+        or a search before the run, as for `resume: auto`.
         """
         value = self._values.get(key, UNKNOWN)
         if value is not UNKNOWN and not (key.startswith(DETERMINED) and value in (None, "auto")):
@@ -170,8 +170,8 @@ class Question:
 
         Args:
             key: Dotted key.
-            trail: Keys that led to this key by references. They are not followed again, because they form a circle.
-                Default: ().
+            trail: Keys that led to this key by references. To avoid an endless loop, references to these keys are not
+                followed. Default: ().
         """
         text = self._raw.get(key)
         if not isinstance(text, str) or key in trail:

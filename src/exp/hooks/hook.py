@@ -212,9 +212,9 @@ class Hook:
     def passed(self, boundary: Boundary, step: Step) -> None:
         """React to the end of a part of a step.
 
-        The method is called four times: after loading a batch, after the forward with the objective, after the
-        backward, and after the optimizer step. The first three are reported for each micro-batch. The optimizer step is
-        reported once per step. With phases, each phase reports all parts except the batch.
+        A step has four parts: loading a batch, the forward with the objective, the backward, and the optimizer step.
+        The optimizer step is reported once per step, and the other parts for each micro-batch. With phases, each phase
+        reports all parts except the batch.
 
         Args:
             boundary: Part that has ended: batch, forward, backward or optimizer.
@@ -274,7 +274,10 @@ class Hook:
         """
 
     def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
-        """Observe `parameter.grad` after the gradient of a micro-batch was added. It is multiplied by `loss_scale`."""
+        """Observe `parameter.grad` after the gradient of a micro-batch was added.
+
+        This gradient is multiplied by `loss_scale`.
+        """
 
     # --- an evaluation: validation in fit, and test ---
 

@@ -1,4 +1,4 @@
-"""Hook `memory`, which logs the memory use of a step. If memory runs out, it also reports what filled the memory."""
+"""Hook `memory`, which logs the memory use of a step, and reports what filled the memory when memory runs out."""
 
 from __future__ import annotations
 

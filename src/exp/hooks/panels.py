@@ -41,7 +41,7 @@ class Panel:
     def draw(self) -> Panel:
         """Return the panel to write, with its tensors on the host. Called when the panel is written.
 
-        A subclass that cannot be drawn on a device returns a panel of another class. Columns are an exception.
+        Most subclasses return this panel. A subclass that needs the host for drawing returns a panel of another class.
         """
         return self
 

@@ -1,8 +1,8 @@
 """Size of the tensors that a forward saves for its backward, by module.
 
 Tested properties of torch 2.13: a transform of torch.func enters `torch.autograd.graph.disable_saved_tensors_hooks`,
-which raises an error if hooks for saved tensors are active. A compiled network runs as one function, so that the
-tensors that it saves cannot be assigned to its layers.
+which raises an error if hooks for saved tensors are active. A compiled network runs as one function, and saves only the
+tensors that its compiled backward needs.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Utilisation:
             name: Name of the hook, for messages.
 
         Returns:
-            A table of both numbers. None if one of them is unknown, and at later calls.
+            A table of the FLOPs and the peak. None at later calls, or if the FLOPs or the peak are unknown.
         """
         if self._is_prepared:
             return None

@@ -108,9 +108,8 @@ class Arithmetic:
 
     Args:
         autocast: The dtype of torch.autocast. Default: None, for no autocast.
-        mixes: Whether parameters have the same dtypes in the trace as in the run. If false, calls with several
-            floating-point dtypes are not checked, because the precision converts parameters before the run. Default:
-            true.
+        mixes: Whether parameters have the same dtypes in the trace as in the run. False: the precision converts
+            parameters before the run, and errors about different dtypes in one call are not reported. Default: true.
     """
 
     autocast: torch.dtype | None = None
@@ -177,8 +176,8 @@ class Recorder(TorchFunctionMode):
     def path_of(self, network: nn.Module, module: nn.Module) -> str:
         """Return the path of a module in the network.
 
-        If the forward pass created the module, the network does not contain it. The path of the innermost module of the
-        network that is running is then returned.
+        If the forward pass created the module, the network does not contain it. In this case, return the path of the
+        innermost running module that the network contains.
         """
         held = set(network.modules())
         known = [call.module for call in self._stack if call.module in held]

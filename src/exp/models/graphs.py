@@ -19,7 +19,7 @@ TENSOR = torch.empty(0, device="meta")
 
 
 class DependsOnMode(ValueError):
-    """The network has different graphs in training and in evaluation. torch.fx can record only one of them."""
+    """The network has different graphs in training and in evaluation, but torch.fx can record only one graph."""
 
 
 def _graph_of_program(network: ProgramModel) -> fx.Graph:

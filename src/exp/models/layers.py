@@ -20,8 +20,8 @@ Held = nn.Module | Tensor | Mapping[str, object] | Sequence[object]
 class Parameter(nn.Module):
     """A parameter in a model's `layers`, such as a class token, a scale or learned positions.
 
-    A container of models/containers.py registers the tensor instead of this layer. The key in the state dict is then
-    the name in `layers`. A forward program uses this name as a tensor. A `repeat` of this layer becomes an
+    A container of models/containers.py registers the tensor instead of this layer. The tensor's key in the state dict
+    is its name in `layers`. A forward program uses this name as a tensor. A `repeat` of this layer becomes an
     nn.ParameterList.
 
     Args:

@@ -67,7 +67,7 @@ def find_modules(
 
 
 def unmatched_error(pattern: str, network: nn.Module, *, key: str, got: str) -> ErrorDetails:
-    """Return the error for a pattern that matches no module. It lists the names and types in the network."""
+    """Return the error for a pattern that matches no module. The error lists the names and types in the network."""
     names = [name for name, _ in network.named_modules() if name]
     types = _type_names(network)
     expected = (

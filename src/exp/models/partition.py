@@ -228,7 +228,7 @@ class _Cutter:
 def _compile(graph: fx.Graph) -> Callable[..., object]:
     """Return a function that runs a graph.
 
-    The function reads the layers from the network at each call. It therefore uses layers that were replaced later.
+    At each call, the function reads the layers from the network. Layers that were replaced after compiling are used.
     """
     code = graph.python_code("self")
     namespace = dict(code.globals)

@@ -69,7 +69,7 @@ class StatisticsOverRanks(LightningStrategy):
 
 
 class CudaBatchNorm(nn.SyncBatchNorm):
-    """BatchNorm over the global batch on CUDA. It replaces the class of an existing layer."""
+    """BatchNorm over the global batch on CUDA. This class replaces the class of an existing layer."""
 
     share: Share
 
@@ -82,7 +82,7 @@ class CudaBatchNorm(nn.SyncBatchNorm):
 
 
 class GlobalBatchNorm(ANY_BATCH_NORM):  # type: ignore[misc]  # a class of torch without a public name
-    """BatchNorm over the global batch on a CPU. It replaces the class of an existing layer.
+    """BatchNorm over the global batch on a CPU. This class replaces the class of an existing layer.
 
     SyncBatchNorm is not a base class, because DistributedDataParallel rejects SyncBatchNorm on a CPU.
     """

@@ -214,7 +214,7 @@ def shard_parameters(held: Mapping[str, Held], sizes: Mapping[str, Size], *, ran
     All ranks get an equal number of rows. Storage is padded to the largest shard. A scalar counts as one row.
 
     Args:
-        held: Parts before sharding, by parameter name.
+        held: Parts before they are sharded, by parameter name.
         sizes: Sizes of the whole parameters, by name.
         ranks: Number of ranks that share each part.
         rank: Index of the rank among these ranks.

@@ -280,12 +280,12 @@ def data_of(trainer: Trainer) -> Data:
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Cluster environment that passes the rank that the launcher assigned to Lightning.
+    """Cluster environment through which Lightning reads the rank that the launcher assigned to this process.
 
-    It starts no process and reads no environment variable.
+    This class starts no process and reads no environment variable.
 
-    Tested properties of Lightning 2.6.6: DDPStrategy starts no processes if `creates_processes_externally` is true. It
-    opens no store if torch.distributed is already initialized.
+    Tested properties of Lightning 2.6.6: DDPStrategy starts no processes if `creates_processes_externally` is true.
+    DDPStrategy opens no store if torch.distributed is already initialized.
     """
 
     def __init__(self, rank: Rank) -> None:

@@ -12,14 +12,14 @@ EMPTY = inspect.Parameter.empty
 
 
 def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any:
-    """Return an annotation with its names, given as text, replaced by the objects in the function's module.
+    """Return an annotation as types instead of text. Names in the text are looked up in the function's module.
 
     Args:
         annotation: Annotation of a parameter or of a result.
         function: Function with the annotation.
 
     Returns:
-        The evaluated annotation. EMPTY if the module lacks a name.
+        The evaluated annotation. EMPTY if the module does not define a name in the text.
     """
     if annotation is EMPTY:
         return annotation
@@ -28,15 +28,16 @@ def evaluate_annotation(annotation: Any, function: Callable[..., object]) -> Any
         names = vars(inspect.getmodule(inspect.unwrap(function)))
         return typing.get_type_hints(stand_in, globalns=names, include_extras=True)["value"]
     except (NameError, TypeError, AttributeError, SyntaxError):
-        # Names under TYPE_CHECKING do not exist at run time. Such a parameter takes any value.
+        # Names that are imported under TYPE_CHECKING do not exist at run time. The parameter then accepts any value.
         return EMPTY
 
 
 @functools.lru_cache(maxsize=1024)
 def annotations_of(target: Callable[..., object]) -> Mapping[str, Any]:
-    """Return the annotation of each parameter of a function or a class. Parameters of a class's bases are included.
+    """Return the annotation of each parameter of a function or a class, by the name of the parameter.
 
-    A parameter without an annotation has the value EMPTY.
+    For a class, the parameters of the constructors of its base classes are included. If a parameter has no annotation,
+    its value is EMPTY.
     """
     if inspect.isclass(target):
         makers = [vars(base)[name] for base in target.__mro__ for name in ("__init__", "__new__") if name in vars(base)]

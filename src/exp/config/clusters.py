@@ -1,6 +1,6 @@
-"""Hydra launchers that run the jobs of a sweep on a cluster.
+"""Names of the Hydra launchers that run the jobs of a sweep on a cluster.
 
-The settings and executors of these launchers are in extras/clusters.
+The package exp.extras.clusters implements these launchers and checks their settings.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ RAY = "hydra_plugins.exp.launcher.RayLauncher"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A type of cluster.
+    """Kind of cluster, such as SLURM.
 
     Args:
-        word: Option of the group hydra/launcher.
+        word: Option of the config group hydra/launcher, such as "slurm".
         executor: Dotted name of the class that runs the jobs.
     """
 
@@ -53,6 +53,10 @@ def refuse_cluster(target: str) -> None:
 
 
 def cluster_errors(settings: Mapping[str, object]) -> Iterator[ErrorDetails]:
-    """Yield the errors in the node hydra.launcher if its `_target_` is the launcher of a cluster."""
+    """Yield the errors in the settings of a cluster's launcher. For other launchers, yield nothing.
+
+    Args:
+        settings: Values of the node hydra.launcher.
+    """
     if settings.get("_target_") in CLUSTERS:
         yield from importlib.import_module(SETTINGS).launcher_errors(settings)

@@ -1,7 +1,8 @@
-"""The override `from_run=DIR`, which starts a new run from the config of an existing run.
+"""The override `from_run=DIR`, which starts a new run with the config of an existing run.
 
-The new run has the overrides of the existing run. An override of the command replaces an override with the same key. If
-a YAML file or a default of exp has changed after the existing run, the value of the existing run is used.
+The new run has the overrides of the existing run. If the command has an override of the same key, the command's
+override
+is used. If a YAML file or a default of exp has changed since the existing run, the new run uses the old value.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from exp.spelling import among
 KEY = "from_run"
 # Keys that apply only to the existing run.
 LEFT_OUT = ("resume", "sweep")
-# Keys with values that exp determined, such as a path in place of `auto`.
+# Keys with values that exp has determined in the existing run, such as a path for `auto`. They are not compared.
 FOUND = (*LEFT_OUT, "weights.from")
 WHERE = "a run directory, such as outputs/train/2026-01-31/12-00-00"
 
 
 def find_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the run directory in `from_run=DIR`, and the overrides without `from_run`.
+    """Return the run directory in the override `from_run=DIR`, and the other overrides.
+
+    Args:
+        overrides: Overrides of the command.
 
     Returns:
-        The run directory, or None without `from_run`.
-        The other overrides.
+        Run directory. None if the overrides do not contain `from_run`.
+        Other overrides.
 
     Raises:
         ConfigError: `from_run` is given twice, or its value is not a run directory.
@@ -65,14 +69,15 @@ def _refusal(got: str, expected: str, fix: str | None = None) -> ConfigError:
 
 
 def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = ("resume",)) -> list[str]:
-    """Return the overrides of a run followed by those of a command.
+    """Return the overrides of an existing run, followed by the overrides of a command.
 
-    An override of the command replaces the run's override of the same key. `+hooks=NAME` adds to the run's hooks.
+    If both have an override of the same key, the run's override is left out. An override such as `+hooks=NAME` adds an
+    entry to the hooks of the run.
 
     Args:
-        run: Run directory.
+        run: Directory of the existing run.
         now: Overrides of the command.
-        without: Keys to leave out of the run's overrides, together with all keys below them.
+        without: Keys of the run's overrides to leave out, with all keys below these keys. Default: `resume`.
 
     Raises:
         ConfigError: The run allows a package that the command does not name.
@@ -97,9 +102,9 @@ def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = (
 
 
 def _with_class(override: str) -> str:
-    """Return an override of `_target_` in place of an override that selected a class in earlier versions of exp.
+    """Return an override converted to this version of exp, if it selected a class by a key that no longer exists.
 
-    Other overrides are returned unchanged.
+    The result sets `_target_` to the class. Any other override is returned unchanged.
     """
     key, value = _key_and_value(override)
     if (key, value) not in CHOSEN_CLASSES:
@@ -112,9 +117,9 @@ def _key_and_value(override: str) -> tuple[str, str]:
 
 
 def _without_hooks(override: str, removed: Sequence[str]) -> str:
-    """Return an override of `hooks` without the hooks that this version of exp no longer has.
+    """Return an override of `hooks` without the hooks that do not exist in this version of exp.
 
-    Other overrides are returned unchanged.
+    Any other override is returned unchanged.
 
     Args:
         override: Override as typed.
@@ -138,20 +143,21 @@ def _is_below(key: str, others: Sequence[str]) -> bool:
 
 
 def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]) -> dict[str, object]:
-    """Return the differences between a run's frozen config and the config that the same overrides compose now.
+    """Return the values of an existing run that differ because YAML files or defaults of exp have changed since the
+    run.
 
-    Two kinds of value are left out: values that the run determined itself, such as a shape of the data, and values that
-    the command changes.
+    The run's frozen config is compared with the config that the run's overrides compose today. Two kinds of value are
+    left out: values that exp determined in the run, such as a shape of the data, and values that the command changes.
 
     Args:
-        run: Run directory.
-        own: Config composed now from the run's overrides.
-        combined: Config composed now from the overrides of the run and of the command.
+        run: Directory of the existing run.
+        own: Config composed today from the overrides of the run.
+        combined: Config composed today from the overrides of the run and of the command.
         now: Overrides of the command.
 
     Returns:
-        The values of the run that differ from those of the present files, by the key of an override. A key that does
-            not exist any more begins with `++`.
+        Values in the run's frozen config, by the key of an override that sets the value. If the key does not exist
+        today, it begins with `++`.
     """
     today, changed = (dict(_values(read(config)[0])) for config in (own, combined))
     frozen = dict(_values(raw_values(read_frozen(run))))
@@ -168,18 +174,27 @@ def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]
 
 
 def override_texts(values: Mapping[str, object]) -> list[str]:
-    """Return the texts of overrides that set the given values. The keys may begin with a sign."""
+    """Return the texts of overrides that set values, such as `optimizer.lr=0.1`.
+
+    Args:
+        values: Values by dotted key. A key may begin with `+` or `++`.
+    """
     return [f"{key}={override_value(value)}" for key, value in values.items()]
 
 
 def report_changes(run: Path, then: Mapping[str, object]) -> str:
-    """Return a line that reports the values of a run that differ from those of the present files."""
+    """Return a message about the values of an existing run that differ from the values in the files of today.
+
+    Args:
+        run: Directory of the existing run.
+        then: Result of `changes`.
+    """
     pairs = [text.removeprefix("++") for text in override_texts(then)]
     return f"values of {run}, which differ from those of the present files: {among(pairs)}"
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield each dotted key and value of nested dicts. Lists and empty mappings are yielded as one value."""
+    """Yield each dotted key and value of nested dicts. A list or an empty dict is yielded as one value."""
     if not isinstance(plain, Mapping) or (not plain and key):
         yield key, plain
         return
@@ -189,7 +204,7 @@ def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def override_value(value: object) -> str:
-    """Return the text of a value in Hydra's grammar of overrides. Hydra parses the text to the same value."""
+    """Return the text of a value for an override. Hydra parses the text to the same value."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     if isinstance(value, int | float):
@@ -202,5 +217,8 @@ def override_value(value: object) -> str:
 
 
 def _name(key: object) -> str:
-    """Return the key of a mapping with its special characters escaped, because Hydra does not allow quotes there."""
+    """Return the text of a mapping's key for an override.
+
+    Special characters are escaped, because Hydra does not allow quotes in keys.
+    """
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))

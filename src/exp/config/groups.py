@@ -24,13 +24,13 @@ class Vocabulary:
     """Config groups, options and top-level keys that a command line may use.
 
     Args:
-        places: Directories of configs, the first with the highest precedence.
+        places: Directories of configs, in the order of decreasing precedence.
         config_name: Name of the primary config, such as "train".
 
     Attributes:
-        own: Config groups that exp does not have.
-        declared: Values of the primary config and of the configs that the primary config extends.
-        groups: Config groups in the defaults lists of these configs, except Hydra's.
+        own: Config groups of users and plug-ins, which exp does not have.
+        declared: Values by top-level key in the primary config and in the configs that it extends.
+        groups: Config groups in the defaults lists of these configs, except Hydra's groups.
         keys: Top-level keys of these configs.
     """
 
@@ -43,15 +43,15 @@ class Vocabulary:
             self.declared |= {str(key): value for key, value in content.items() if key != "defaults"}
         choices = [choice for content in contents for choice in choices_of(content)]
         named = {choice.group for choice in choices if choice.group and not choice.group.startswith("hydra/")}
-        # The option of each group for which the primary config chooses exactly one option.
+        # Chosen option by group, for the groups for which the primary config chooses exactly one option.
         self._chosen = {choice.group: choice.options[0] for choice in reversed(choices) if len(choice.options) == 1}
         self.groups = sorted(named)
         self.keys = sorted((set(self.declared) | named) - {"experiment", "debug", "local", "hydra"})
 
     def _primaries(self) -> list[dict[object, object]]:
-        """Return the contents of the primary config and of the configs that the primary config extends.
+        """Return the contents of the primary config and of the configs that it extends.
 
-        A config extends the configs in its defaults list that have no group, such as `train`.
+        A config extends each config that its defaults list names without a group, such as `train`.
         """
         contents: list[dict[object, object]] = []
         names = [self.config_name]
@@ -72,12 +72,13 @@ class Vocabulary:
         return contents
 
     def kind(self, group: str) -> str:
-        """Return the kind of a config group.
+        """Return the kind of a config group, which decides about the meaning of `=` and `+` in an override.
 
         Returns:
-            "one", "many" or "axis": See the comment in `slots`. Groups that only the user's train.yaml declares are
-                "one".
-            "own": A folder of the user that no train.yaml declares. As in Hydra, its options are chosen with a `+`.
+            "one", "many" or "axis": These kinds are explained at the constants ONE, MANY and AXIS in exp.config.slots.
+            Groups that only the user's train.yaml declares are "one".
+            "own": Folder of the user that no train.yaml declares. As in Hydra, an override chooses its options with
+            `+`.
         """
         if group in MANY:
             return "many"
@@ -86,12 +87,15 @@ class Vocabulary:
         return "axis" if group in AXIS else "one"
 
     def group_exists(self, group: str) -> bool:
-        """Return whether a directory of configs has a folder with this name, or exp uses Hydra's group of this name."""
+        """Return whether a config group exists: as a folder in a directory of configs, or as a group in USED_GROUPS."""
         is_path = bool(group) and is_valid_path(group)
         return group in USED_GROUPS or (is_path and any((place.directory / group).is_dir() for place in self.places))
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group. Files such as `_loader.yaml` are not options, because options include them."""
+        """Return the options of a group.
+
+        Files with a leading `_`, such as `_loader.yaml`, are not options. They contain values that options share.
+        """
         found = {option for place in self.places for option in options_in(place.directory / group)}
         return sorted(found.union(registered_options(group) if group in USED_GROUPS else ()))
 
@@ -105,7 +109,7 @@ class Vocabulary:
 
     @functools.cached_property
     def keys_below(self) -> list[str]:
-        """All dotted keys of the config without overrides. Empty if the config cannot be composed."""
+        """All dotted keys of the config that is composed without overrides. Empty if it cannot be composed."""
         try:
             config, _ = compose_groups(self.places, config_name=self.config_name, overrides=[])
         except ConfigError:  # the composition of the command reports the same error
@@ -134,10 +138,10 @@ def dotted_keys(config: DictConfig) -> list[str]:
 
 
 def open_search_path(*, config_dir: str | None, config_name: str) -> Vocabulary:
-    """Return the groups, options and top-level keys of the configs that are available in the working directory.
+    """Return the groups, options and top-level keys that a command line in the working directory may use.
 
     Args:
-        config_dir: Directory of --config-dir.
+        config_dir: Directory of --config-dir. None: the flag is not given.
         config_name: Name of the primary config, with or without `.yaml`.
     """
     return Vocabulary(search_places(config_dir=config_dir), config_name=config_name.removesuffix(".yaml"))

@@ -1,8 +1,9 @@
-"""Remove the nodes of the config that a run of a user's LightningModule (key `module`) does not use.
+"""Removal of the config nodes that a run of a user's LightningModule (key `module`) does not use.
 
-The module has its own network, losses, metrics and optimizers. exp's default nodes for them are removed from the
-composed config. If the user chose such a node, `module_errors` reports an error. A node is kept if another node refers
-to it, as in `net: ${model}`. A LightningDataModule has its own loaders, so only the user's keys of `data` are kept.
+The LightningModule has its own network, losses, metrics and optimizers. exp's default nodes for these parts are removed
+from the composed config. If the user chose such a node, `module_errors` reports an error. If another node refers to a
+node, as in `net: ${model}`, the referenced node is kept. A LightningDataModule has its own data loaders, so exp's
+default keys of `data` are removed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from exp.config.yaml_files import choices_of, read_yaml
 from exp.errors import COMMAND_LINE
 
 REFERENCE = re.compile(rf"\$\{{({'|'.join(REPLACED)})\b")
-# Options of these groups may choose options of other groups: a data set may also select an objective.
+# Groups with options that may choose options of other groups. For example, a data set may also select an objective.
 OTHERS = ("data", *REPLACED)
 
 
 def leave_out(config: DictConfig) -> None:
     """Remove the unused nodes from a composed config, in place.
 
-    Keys of these nodes that the user set are recorded in the node COMPOSITION, from which `module_errors` reads them.
+    If the user set a key of an unused node, the key is recorded in the node COMPOSITION. `module_errors` reports it
+    later. A config without a user's LightningModule is not changed.
     """
     if not has_module(raw_values(OmegaConf.masked_copy(config, MODULE_KEY))):
         return
@@ -52,7 +54,7 @@ def leave_out(config: DictConfig) -> None:
 
 
 def _user_choices(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield each key of the nodes in REPLACED that the user set, with the file or command line that set it."""
+    """Yield each key that the user set in a node of REPLACED, with the file or command line that set the key."""
     for text in config[COMPOSITION].overrides:
         line = parse_override(str(text))
         key = str(line.key_or_group)
@@ -60,7 +62,7 @@ def _user_choices(config: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, COMMAND_LINE
     for layer in layers_of(config):
         group, _, is_below = layer.config_path.partition("/")
-        # The primary config and options of the groups in OTHERS may be defaults, which the user did not choose.
+        # Settings in the primary config and in options of the groups in OTHERS may be defaults, not the user's choice.
         if layer.file is None or not is_below or group in OTHERS:
             continue
         if group == "experiment" or _is_users(layer.file):

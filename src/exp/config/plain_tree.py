@@ -96,8 +96,7 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
 def are_referred(paths: Iterable[KeyPath], raw: object) -> bool:
     """Return whether an interpolation in a tree may refer to a value at one of the paths.
 
-    The texts of the interpolations are searched for the last name of each path. The result may be true although no
-    interpolation refers to the value, but it is never wrongly false.
+    The texts with interpolations are searched for the last name of each path.
 
     Args:
         paths: Paths of values.

@@ -1,7 +1,7 @@
-"""Copy a composed config, and read it as plain dicts and lists with interpolations resolved.
+"""Read a composed config as plain dicts and lists with interpolations resolved.
 
-Missing values and wrong interpolations are reported as errors. Such a value becomes UNKNOWN. All later checks accept
-UNKNOWN, so that one mistake gives only one error.
+Missing values and interpolations that fail are reported as errors, and are replaced by UNKNOWN. All later checks accept
+UNKNOWN, so that one mistake causes only one error.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from exp.errors import ErrorDetails
 from exp.redaction import interpolation, is_secret
 from exp.spelling import find_nearest
 
-# The largest number of references to follow for one value. In `a: ${b}${b}`, `b: ${c}${c}` and so on, the number
-# doubles at each step.
+# Maximum number of references that are followed to resolve one value. With `a: ${b}${b}`, `b: ${c}${c}` and so on, the
+# number doubles with each key.
 MAX_REFERENCES = 1_000
 REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
-# References to keys that are null until exp reads their values from the data.
+# References to the keys of `data` that are null until exp reads their values from the data.
 OF_DATA = re.compile(r"\$\{data\.(inputs|input_shape|input_dtype|num_outputs|num_classes)\b")
-# Messages of OmegaConf 2.3.
+# Parts of messages of OmegaConf 2.3.
 NOT_FOUND = re.compile(r"Interpolation key '([^']+)' not found")
 NOT_SET = "environment variable"
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)")
 
 
 class Unknown:
-    """The type of UNKNOWN, which replaces a value that could not be read. The error is reported separately."""
+    """Type of UNKNOWN, which replaces a value that could not be read. The cause is reported as a separate error."""
 
     def __repr__(self) -> str:
         return "(unknown)"
 
 
 UNKNOWN = Unknown()
-# The plain values of a config, and the errors for values that cannot be read.
+# Plain values of a config, and the errors for values that cannot be read.
 Reading = tuple[Plain, list[ErrorDetails]]
 
 
@@ -75,10 +75,10 @@ def copy_config(config: DictConfig) -> DictConfig:
 
 @contextlib.contextmanager
 def secrets_kept() -> Iterator[None]:
-    """Resolve interpolations of secrets to their text, such as `${oc.env:HF_TOKEN}`, instead of the secret value.
+    """Keep interpolations of secrets, such as `${oc.env:HF_TOKEN}`, as text while a config is resolved.
 
-    This context manager, which is also a decorator, is used to resolve configs that are written or shown. Only
-    construct.py reads the secret values. Contexts may be nested.
+    This function is a context manager and a decorator. Use it where configs are written or shown. Only construct.py
+    replaces the text by the secret value. Contexts may be nested.
     """
     _resolvers.append(_name_secret)
     OmegaConf.register_new_resolver("oc.env", _resolvers[-1], replace=True)
@@ -93,26 +93,36 @@ def _name_secret(key: str, *default: str | None) -> str | None:
     return interpolation(key) if is_secret(key) and key in os.environ else oc.env(key, *default)
 
 
-# The resolver of `oc.env` in each open `secrets_kept`, the innermost last.
+# Resolvers of `oc.env`: OmegaConf's own, and one for each context of `secrets_kept` that is active. The last one is
+# registered.
 _resolvers: list[Callable[..., str | None]] = [oc.env]
 
 
 @secrets_kept()
 def read(config: DictConfig, *, is_data_read: bool = False) -> Reading:
-    """Return the plain values of a config and the errors found in it.
+    """Return the plain values of a config, and the errors in it.
 
     Errors are missing values, interpolations that cannot be resolved, and a config that is too large.
 
     Args:
         config: Composed config.
-        is_data_read: The config contains the values that are read from the data, so null is their final value.
+        is_data_read: Whether exp has already read values such as `data.input_shape` from the data. If true, a null at
+            these keys is their final value. Default: false.
     """
     reader = _Reader(config, is_data_read=is_data_read)
     return reader.mapping(config, reader.raw, "", 0), reader.errors
 
 
 def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
-    """Return the mapping or list at a top-level key; None for any other value, `???` and interpolations."""
+    """Return the mapping or list at a top-level key of a config.
+
+    Args:
+        config: Config.
+        name: Top-level key.
+
+    Returns:
+        The node. None if the key does not exist or has another value, such as a text, `???` or an interpolation.
+    """
     if name not in list(config) or OmegaConf.is_interpolation(config, name) or OmegaConf.is_missing(config, name):
         return None
     value = config[name]
@@ -121,9 +131,9 @@ def held_node(config: DictConfig, name: str) -> DictConfig | ListConfig | None:
 
 @secrets_kept()
 def plain_values(config: DictConfig) -> Plain:
-    """Return the plain values of a config that has passed the check.
+    """Return the plain values of a config that has passed the check. Interpolations are resolved.
 
-    Interpolations of values that are read from the data are kept as text.
+    Interpolations of values that exp reads from the data later, such as `${data.num_classes}`, are kept as text.
     """
     try:
         return cast(Plain, OmegaConf.to_container(config, resolve=True))
@@ -132,11 +142,11 @@ def plain_values(config: DictConfig) -> Plain:
 
 
 def _with_texts(value: object, raw: object) -> object:
-    """Return a plain tree in which unresolved texts replace UNKNOWN.
+    """Return a plain tree in which each UNKNOWN is replaced by the text of its interpolation.
 
     Args:
-        value: Plain tree with resolved interpolations. A value that could not be resolved is UNKNOWN.
-        raw: The same tree with unresolved interpolations.
+        value: Plain tree with resolved interpolations. An interpolation that could not be resolved is UNKNOWN.
+        raw: The same tree before interpolations were resolved.
     """
     if value is UNKNOWN:
         return raw
@@ -148,13 +158,17 @@ def _with_texts(value: object, raw: object) -> object:
 
 
 def is_open(data: Mapping[str, object]) -> bool:
-    """Return whether a data node lacks the inputs or the number of outputs, so that exp reads them from the data."""
+    """Return whether exp must read the inputs or the number of outputs from the data, because they are null.
+
+    Args:
+        data: Values of the config node `data`.
+    """
     left = {name for name in ("inputs", "input_shape", "input_dtype", "num_outputs") if data.get(name) is None}
     return "num_outputs" in left or ("inputs" in left and bool(left & {"input_shape", "input_dtype"}))
 
 
 class Values:
-    """The values of a plain config by dotted key. A key that does not exist has the value UNKNOWN."""
+    """Read access to the values of a plain config by dotted key. A key that does not exist has the value UNKNOWN."""
 
     def __init__(self, plain: Plain) -> None:
         self.plain = plain
@@ -164,7 +178,7 @@ class Values:
         return UNKNOWN if value is ABSENT else value
 
     def entries(self, key: str) -> Plain:
-        """Return the entries with a `_target_` of a group such as `hooks`. Unreadable entries are left out."""
+        """Return the entries of a group such as `hooks`, by name. Entries without a `_target_` are left out."""
         node = self[key]
         return {name: value for name, value in node.items() if is_node(value)} if isinstance(node, dict) else {}
 
@@ -214,15 +228,17 @@ class _Reader:
         except InterpolationToMissingValueError:
             return UNKNOWN  # the missing value is reported at its own key
         except (OmegaConfBaseException, RecursionError) as error:
-            # A refused resolver is reported separately, and so is an error at the key that the text refers to.
+            # Two causes are reported by other errors: a resolver that is not allowed, and a failed interpolation at the
+            # key to which the text refers.
             if not is_of_a_target(error) and not self.refers_to_an_error(text):
                 self.report_unresolved(key, text, error)
             return UNKNOWN
 
     def awaits_data(self, text: str) -> bool:
-        """Return whether a text refers to a value that exp will read from the data.
+        """Return whether an interpolation in a text refers to a value that exp will read from the data later.
 
-        If all inputs and the number of outputs are set, no value is read: a null of num_classes is final.
+        If the config sets the inputs and the number of outputs, exp reads no value. A null at num_classes is then
+        final.
         """
         data = self.raw.get("data")
         if self.is_data_read or not isinstance(data, dict):
@@ -241,7 +257,13 @@ class _Reader:
         self.error(key, text, expected if fixes else f"{expected} ({reason})", fixes[0] if fixes else None)
 
     def refers_to_an_error(self, text: str) -> bool:
-        """Return whether a text refers to a key with an interpolation that cannot be resolved."""
+        """Return whether an interpolation fails because the value to which it refers is another failed interpolation.
+
+        For example, `${a}` fails if the value of the key `a` is `${b}` and the key `b` does not exist.
+
+        Args:
+            text: Text with interpolations.
+        """
         values = {name: self.values[name] for name in REFERENCE.findall(text)}
         for name in (name for name, value in values.items() if isinstance(value, str) and "${" in value):
             try:
@@ -252,11 +274,11 @@ class _Reader:
         return False
 
     def near(self, reference: str, key: str) -> str | None:
-        """Return the existing key that is most similar to a wrong reference; None if no key is similar.
+        """Return the existing key that is most similar to a reference to a missing key; None if no key is similar.
 
         Args:
-            reference: Dotted key in the interpolation.
-            key: Key of the value with the interpolation, which is never returned.
+            reference: Dotted key in an interpolation.
+            key: Dotted key of the interpolation itself. It is never returned.
         """
         known = [path for path, _ in leaves(self.raw) if path != key and not reference.startswith(f"{path}.")]
         if reference.startswith(".") or reference.partition("[")[0] in known:
@@ -266,11 +288,12 @@ class _Reader:
         return next(iter([*alike, *find_nearest(reference, known)]), None)
 
     def cost(self, text: str, trail: tuple[str, ...]) -> int:
-        """Return a lower bound of the number of references to follow to resolve a text.
+        """Return how many references OmegaConf must follow at least to resolve a text.
 
         Args:
             text: Text with interpolations.
-            trail: Keys that lead to the text. References to these keys are not followed, because they form a circle.
+            trail: Keys of the interpolations that lead to this text. References to these keys are not followed, because
+                they form a cycle.
         """
         total = 0
         for reference in REFERENCE.findall(text):

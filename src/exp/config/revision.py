@@ -1,8 +1,8 @@
 """Read the git revision and the uncommitted changes of the working directory.
 
 The `.git` of a downloaded folder may configure programs that git would run: `core.fsmonitor`, filters, `textconv`,
-hooks, or a remote for missing objects. To run none of them, git compares the files in a temporary repository without
-settings. The temporary repository refers to the objects and the index of the original `.git`.
+hooks, or a remote for missing objects. These programs must not run. Therefore, git compares the files in a temporary
+repository without settings, which refers to the objects and the index of the original `.git`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-# Longer diffs usually contain a data file by accident. Written for every run, they would fill the disk.
+# Longer diffs are cut, because they usually contain a data file by accident and would fill the disk after many runs.
 MAX_DIFF_CHARACTERS = 1_000_000
-# The diff names larger files, without their contents.
+# For larger files, the diff contains only the name.
 MAX_FILE_BYTES = 1_000_000
-# The time limit of all calls of git together.
+# The time limit for the sum of all calls of git.
 MAX_SECONDS = 5.0
-# The only GIT_* variables that are passed to git. They only limit its search for a repository.
+# The only GIT_* variables that are passed to git. They are safe, because they only limit the search for a repository.
 KEPT = frozenset({"GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM"})
 SAFE = {
     "GIT_OPTIONAL_LOCKS": "0",
@@ -44,11 +44,11 @@ def revision(*, seconds: float = MAX_SECONDS) -> dict[str, str] | None:
     """Return the git revision and the uncommitted diff of the working directory.
 
     Args:
-        seconds: Time limit of all calls of git together.
+        seconds: Time limit for the sum of all calls of git. Default: MAX_SECONDS.
 
     Returns:
-        The keys `revision` and `diff`. If the diff cannot be read, its text is the reason. None outside a repository
-            and without git.
+        Dict with the keys `revision` and `diff`. If the diff cannot be read, the value of `diff` is the reason. None if
+        the working directory is not in a repository, or git is not installed.
     """
     program = shutil.which("git")
     if program is None or not os.path.isabs(program):
@@ -78,10 +78,10 @@ def _diff(program: str, head: str, *, root: str, index: str, objects: str, secon
     Args:
         program: Path of git.
         head: Revision of HEAD.
-        root: Directory with the files to compare.
+        root: Top directory of the original repository, with the files to compare.
         index: Path of the index of the original repository.
-        objects: Directory of the objects of the original repository.
-        seconds: Time limit.
+        objects: Directory with the objects of the original repository.
+        seconds: Time limit in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="exp-git-") as name:
         place = Path(name)

@@ -24,13 +24,16 @@ PARTS = ("days", "hours", "minutes", "seconds")
 
 
 def _is_folder(value: object) -> bool:
-    """Return whether a name is a valid relative path that does not leave its directory."""
+    """Return whether a value is a valid relative path without `.` and `..`."""
     text = str(value)
     return "\0" not in text and not {"", ".", ".."} & set(text.split("/")) and is_valid_path(text)
 
 
 def _is_duration(value: object) -> bool:
-    """Return whether a value is a duration, as `DD:HH:MM:SS` or a mapping of units, that timedelta can hold."""
+    """Return whether a value is a duration: `DD:HH:MM:SS`, or a mapping such as {hours: 1}.
+
+    Durations that are too long for timedelta are refused.
+    """
     try:
         if isinstance(value, dict):
             return bool(value) and value.keys() <= UNITS and timedelta(**value) >= timedelta()
@@ -45,12 +48,16 @@ def _is_span(value: str) -> bool:
     return bool(value) and SPAN.fullmatch(value) is not None
 
 
-# The largest number of elements in a sample. The size of a batch of larger samples overflows in torch.
+# The largest number of elements in a sample. In batches of larger samples, torch's sizes overflow.
 MOST_NUMBERS = 10**12
 
 
 def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
-    """Return whether each input has a valid shape and dtype. The name `target` is reserved for the targets."""
+    """Return whether the value of `data.inputs` is valid: each input has a shape and a dtype, and none is named
+    `target`.
+
+    The name `target` is reserved for the targets.
+    """
     sizes = [size for one in inputs.values() if isinstance(one.get("shape"), list) for size in one["shape"]]
     return (
         bool(inputs)
@@ -63,7 +70,7 @@ def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
 
 
 Count = Annotated[int, Ge(1)]
-# The limit, because starting more processes would overload a machine before the first message.
+# Limited to 1024, because more processes would overload the machine before exp can print a message.
 Processes = Annotated[int, "an integer, 1 or more and at most 1024", Predicate(range(1, 1025).__contains__)]
 Workers = Annotated[int, Interval(ge=0, le=1024)]
 Repeats = Annotated[int, Interval(ge=1, le=10_000)]
@@ -71,7 +78,7 @@ Index = Annotated[int, Ge(0)]
 Number = Annotated[float, "a finite number", Predicate(math.isfinite)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Gt(0)]
-# The limit, because Python raises an OverflowError for longer waits.
+# Limited to 366 days, because Python raises an OverflowError for longer waits.
 Seconds = Annotated[float, Interval(gt=0, le=366 * 24 * 3600)]
 NotNegative = Annotated[float, Ge(0)]
 Text = Annotated[str, "text", Predicate(bool)]
@@ -268,13 +275,14 @@ class TrainerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a run, with a field for each top-level key of the config.
+    """Settings of a run, with a field for each top-level key of the config.
 
-    A field such as `from_` ends with `_` if the key is a Python keyword. The `_` is not a part of the key.
+    If a key is a Python keyword, the field ends with `_`: `from_` is the field of the key `from`.
 
-    The last eleven fields are mappings, because the class of a node decides about its keys. UNKNOWN replaces a value
-    that is missing or could not be read. A value of a wrong type stays. If `module` is set, model, optimizer and
-    scheduler are None.
+    The fields from `model` to `logger` are plain mappings, because the keys in these nodes depend on the classes in
+    their
+    `_target_`. If a value is missing or could not be read, the field is UNKNOWN. Values of a wrong type are not
+    converted. If `module` is set, `model`, `optimizer` and `scheduler` are None.
     """
 
     name: Folder
@@ -318,7 +326,7 @@ class Settings:
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples in a batch, summed over all ranks. None if the user's data loaders determine it."""
+        """Number of samples in a batch, summed over all ranks. None if the user's data loaders choose the number."""
         size = self.data.get("batch_size")
         return size if isinstance(size, int) else None
 
@@ -329,7 +337,7 @@ class Settings:
 
 
 def settings_of(plain: Mapping[str, Any]) -> Settings:
-    """Return the settings of a config, given as plain values. Values are not checked."""
+    """Return the settings in the plain values of a config. The values are not checked."""
     made: Settings = _make(Settings, plain)
     return made
 
@@ -348,10 +356,12 @@ def _schema(kind: Any) -> dict[str, Any]:
     return {key: _schema(rule) if dataclasses.is_dataclass(rule) else rule for key, rule in found.items()}
 
 
-# The annotation of each setting. A mapping describes a node that may have only these keys.
+# Annotation of each setting by key. If a value is a mapping, the node may have only the keys in this mapping.
 SCHEMA = {key: rule for key, rule in _schema(Settings).items() if key not in (*NODES, *COLLECTIONS, PHASES)}
 
-# Settings in nodes with a `_target_`, checked if they are set. The target decides about other keys. `*` is one name.
+# Annotations of settings in nodes with a `_target_`, by dotted key. `*` matches one name. A setting is checked only if
+# it
+# is set. Other keys of these nodes are parameters of the class.
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,

@@ -1,6 +1,6 @@
-"""The files and overrides that set each key of a config, in the order of merging.
+"""Sources of the values in a config: the files and overrides that set each key, in the order of merging.
 
-The files are read again only when an error message needs the source of a key.
+The files are read a second time only if an error message needs the source of a key.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from exp.config.yaml_files import Position, read_yaml, split
 from exp.errors import COMMAND_LINE, ConfigError
 
 TARGET = "_target_"
-# The value of a key that an override removes.
+# Placeholder for the value of a key that an override removes.
 REMOVED = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The value that a file or an override sets for a key.
+    """Value that one file or one override sets for a key.
 
     Args:
         key: Dotted key in the composed config.
-        value: Value as written in the file or the override. REMOVED for an override that removes the key.
-        layer: File that sets the value; None for the command line.
-        keys: Names of the nested keys that lead to the value inside the file.
-        text: Override as typed; "" for a file.
+        value: Value as written in the file or the override. REMOVED: the override removes the key.
+        layer: File that sets the value. None: an override of the command line sets it.
+        keys: Names in the key of the value within the file. They differ from `key` if the file is merged below a key.
+        text: Override as typed. "": a file sets the value.
     """
 
     key: str
@@ -51,18 +51,22 @@ class Setting:
 
     @property
     def replaces_node(self) -> bool:
-        """Return whether this setting discards all values that earlier settings gave to keys below this key."""
+        """Return whether this setting discards the values that previous settings gave to keys below its key."""
         if self.value is REMOVED or not isinstance(self.value, Mapping):
             return True
         return self.layer is None and self.text[:1] not in ("+", "~") and TARGET in self.value
 
 
 def source_of(config: DictConfig, key: str) -> str | None:
-    """Return the source of the value of a dotted key, for error messages.
+    """Return the source of a key's value, for error messages.
+
+    Args:
+        config: Composed config.
+        key: Dotted key. If no file or override sets this key, the source of its nearest parent is returned.
 
     Returns:
-        `conf/model/mlp.yaml, line 4` for a file, or `command line`. If no file or override sets the key, the source of
-            the nearest key above it. None if no source is known, or if exp.compose did not compose the config.
+        Text such as `conf/model/mlp.yaml, line 4`, or `command line`. None if the source is unknown, for example
+        because exp.compose did not compose the config.
     """
     setters, key = setters_of(config), ".".join(split(key))
     for at in (key, *above(key)):
@@ -74,7 +78,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
 
 
 def is_set(config: DictConfig, key: str) -> bool:
-    """Return whether a file or the command line sets this key itself, not only a key above or below."""
+    """Return whether a file or the command line sets exactly this key. Parents and keys below it do not count."""
     return ".".join(split(key)) in setters_of(config)
 
 
@@ -91,16 +95,16 @@ def _display_position(file: Path, keys: Sequence[str]) -> str:
 
 
 def position_of(config: DictConfig, key: str) -> Position | None:
-    """Return the position of the first character of a key's value; None if no file sets the key."""
+    """Return the position at which a key's value begins in its YAML file; None if no file sets the key."""
     setter = setters_of(config).get(".".join(split(key)))
     return None if setter is None or setter.file is None else yaml_files.position_of(setter.file, setter.keys)
 
 
 def setters_of(config: DictConfig) -> Mapping[str, Setting]:
-    """Return the last setting of each dotted key.
+    """Return the last setting of each key, which determines the key's value.
 
     Returns:
-        Settings by key. Empty if a file has changed since the composition and is no longer readable.
+        Settings by dotted key. Empty if a file has changed since the composition and cannot be read.
     """
     if COMPOSITION not in config:
         return {}
@@ -111,12 +115,16 @@ def setters_of(config: DictConfig) -> Mapping[str, Setting]:
 
 
 def history_of(config: DictConfig, key: str) -> list[Setting]:
-    """Return all settings that affect a dotted key, in the order of merging.
+    """Return all settings that affect the value of a key, in the order of merging.
 
-    They are settings of the key itself and settings that replace a node above the key.
+    These are settings of the key, and settings of a parent that replace the parent's whole node.
+
+    Args:
+        config: Composed config.
+        key: Dotted key.
 
     Raises:
-        ConfigError: A file has changed since the composition and is no longer readable.
+        ConfigError: A file has changed since the composition and cannot be read.
     """
     found = []
     for settings in _settings(*_composition(config)) if COMPOSITION in config else ():
@@ -147,11 +155,11 @@ def _last(layers: tuple[str, ...], overrides: tuple[str, ...]) -> Mapping[str, S
 
 
 def _settings(texts: tuple[str, ...], overrides: tuple[str, ...]) -> Iterator[dict[str, Setting]]:
-    """Yield one mapping for each file and each override: the settings by dotted key.
+    """Yield the settings of each file and of each override, in the order of merging. Settings are by dotted key.
 
     Args:
-        texts: Texts of the layers.
-        overrides: Overrides as typed. Choices of options are skipped, because they set no value.
+        texts: Files that were merged, in the text format of Layer.
+        overrides: Overrides as typed. Overrides that choose an option are skipped, because they set no value.
     """
     layers = [Layer.of(text) for text in texts]
     for layer in layers:

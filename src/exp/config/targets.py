@@ -1,8 +1,8 @@
-"""Resolve a `_target_`, a dotted name, to a class or a function that is allowed.
+"""Return the class or the function that a `_target_` (a dotted name) names, if these rules allow it.
 
 1. The name is compared with the allowed packages before any import.
-2. Only the module in the name is imported. One attribute is read from the module's namespace. If a package imports its
-   modules on access, the attribute is read from the package.
+2. Only the module in the name is imported. One attribute is read from the module's namespace. If the module defines
+   `__getattr__`, to import its parts on access, the attribute is read by getattr.
 3. The attribute must be a class that is defined under this name, or one of a short list of torch functions. In a listed
    package, it may also be a public alias of a class of that package.
 4. The class must be a subclass of the base that the key requires: a Module for a layer, an Optimizer for the optimizer.
@@ -32,7 +32,7 @@ from exp.config.versions import current_target
 from exp.errors import ConfigError, ErrorDetails, ExpError, chain_of, one_line
 from exp.spelling import among, find_nearest, target_of_habit
 
-# Allowed packages, each with the package in which its public aliases must be defined.
+# Allowed packages. The value is the package in which a class must be defined, so that public aliases are allowed, too.
 LISTED = {
     "exp.models": "exp.models",
     "exp.functions": "exp.functions",
@@ -90,9 +90,12 @@ class TargetError(ConfigError):
 
 
 def is_of_a_target(error: BaseException) -> bool:
-    """Return whether an interpolation failed because the function of its resolver is refused.
+    """Return whether an interpolation failed because the function of its resolver is not allowed.
 
-    The refused function is reported as a separate error.
+    The function is then reported by a separate error.
+
+    Args:
+        error: Exception that OmegaConf raised for the interpolation.
     """
     return any(isinstance(cause, TargetError) for cause in chain_of(error))
 
@@ -108,9 +111,11 @@ def resolve(
 
     Args:
         dotted: Dotted name of the class or function.
-        base: Dotted names of classes. The class must be a subclass of at least one. None: any allowed class.
-        returns: Dotted names of classes that a function may return. Only its annotation is checked; the caller must
-            check the result of each call. Empty: only the functions in FUNCTIONS are allowed.
+        base: Dotted names of classes. The class must be a subclass of at least one of them. Default: None, any allowed
+            class.
+        returns: Dotted names of the classes of which a function may return an instance. Only the function's return
+            annotation is checked. The caller must check the result of each call. Default: (), only functions in
+            FUNCTIONS are allowed.
         allow: Packages that the command line allows by `security.allow`.
 
     Raises:
@@ -135,7 +140,7 @@ def resolve(
 
 
 def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
-    """Return a function, or a subclass of torch.autograd.Function, that a model's `forward` program declares.
+    """Return a function that a model's forward program declares. A subclass of torch.autograd.Function is allowed, too.
 
     Args:
         dotted: Dotted name of the function or class.
@@ -172,7 +177,7 @@ def resolve_resolver(dotted: str, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
-    """Return the package in which the class or function must be defined. Modules are not imported.
+    """Return the package in which the class or function with a dotted name must be defined. No module is imported.
 
     Raises:
         TargetError: The name is outside the allowed packages.
@@ -190,9 +195,11 @@ def _home_of_name(dotted: str, *, allow: Sequence[str]) -> str:
 
 
 def is_listed(dotted: object, *, allow: Sequence[str]) -> bool:
-    """Return whether a name is in a package that is allowed independently of the working directory.
+    """Return whether a dotted name is in a package that is allowed in any working directory. No module is imported.
 
-    Modules are not imported.
+    Args:
+        dotted: Dotted name. For any other value, the result is False.
+        allow: Packages that the command line allows.
     """
     if not isinstance(dotted, str) or NAME.fullmatch(dotted) is None:
         return False
@@ -214,7 +221,14 @@ def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
 
 
 def _attribute(dotted: str, *, home: str) -> Any:
-    """Import the module of a dotted name and return its attribute, or a class method of one of its classes."""
+    """Import the module in a dotted name. Return the attribute with the last part of the name.
+
+    The name may also be that of a class method, such as `mine.Model.from_file`. The method is then returned.
+
+    Args:
+        dotted: Dotted name.
+        home: Package in which a class with the method must be defined.
+    """
     module_name, _, attribute = dotted.rpartition(".")
     package, _, holder = module_name.rpartition(".")
     # By convention, only classes begin with a capital letter.
@@ -234,9 +248,12 @@ def _attribute(dotted: str, *, home: str) -> Any:
 
 
 def _member(module: ModuleType, name: str) -> Any:
-    """Return an attribute of a module; _NOTHING if the module lacks it or its name begins with `_`.
+    """Return an attribute of a module.
 
-    Packages that define `__getattr__` import the module of an attribute on access.
+    If the module defines `__getattr__`, reading the attribute may import further modules.
+
+    Returns:
+        The attribute. _NOTHING if the module does not have it, or if the name begins with `_`.
     """
     if name.startswith("_"):
         return _NOTHING
@@ -310,7 +327,7 @@ def _require_base(dotted: str, value: object, *, bases: list[str]) -> None:
 
 
 def class_of(dotted: str) -> type:
-    """Return the class with a dotted name. The name must come from exp's code, because it is imported unchecked."""
+    """Return the class with a dotted name. The name must come from exp's code, because no rule is checked."""
     module_name, _, attribute = dotted.rpartition(".")
     found: type = getattr(importlib.import_module(module_name), attribute)
     return found
@@ -369,18 +386,23 @@ def _import_error(dotted: str, module_name: str, error: BaseException) -> Target
 def closed_packages() -> set[str]:
     """Return the top-level packages of LISTED.
 
-    Other modules of a top-level package are not allowed, even if the working directory has a module of the same name.
+    Only the listed parts of these packages are allowed. A module of the user with the name of such a package is not
+    allowed.
     """
     return {name.split(".")[0] for name in LISTED}
 
 
 def plugin_packages() -> set[str]:
-    """Return the top-level packages with an `exp.conf` entry point. An installed plug-in is allowed."""
+    """Return the top-level packages of installed plug-ins, which have an `exp.conf` entry point. They are allowed."""
     return {point.module.split(".")[0] for point in conf_points()}
 
 
 def is_next_to_conf(package: str) -> bool:
-    """Return whether a module or package is next to the user's ./conf, and importing its name imports that file."""
+    """Return whether importing a package name imports the user's module in the working directory.
+
+    The result is False if the working directory contains no ./conf for exp, or if another module of the same name has
+    precedence.
+    """
     directory = Path.cwd().resolve()
     if not is_users_conf(directory / "conf") or package in sys.stdlib_module_names:
         return False

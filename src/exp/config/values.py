@@ -14,21 +14,22 @@ from omegaconf.errors import OmegaConfBaseException
 from exp.config.plain_tree import ABSENT, is_node, value_at
 from exp.spelling import fix_of_key, is_typo
 
-# `1e3` and `1.5e3`, which Hydra reads as floats. Above MOST_EXACT, a float cannot represent every integer.
+# Numbers such as `1e3` and `1.5e3`, which Hydra reads as floats.
 WITH_EXPONENT = re.compile(r"[+-]?[\d_]+(\.\d*)?[eE]\+?\d+")
+# The largest integer up to which a float represents every integer.
 MOST_EXACT = 2**53
 Container = DictConfig | ListConfig
 
 
 def held_value(node: object, part: str) -> Any:
-    """Return the value of an entry of a mapping or a list.
+    """Return the value of an entry of a mapping or a list in a config.
 
     Args:
-        node: Mapping or list of a config. For any other value, the result is ABSENT.
-        part: Key of the mapping, or index of the list, as text.
+        node: Mapping or list. For any other value, the result is ABSENT.
+        part: Key in the mapping, or index in the list, as text.
 
     Returns:
-        The value. ABSENT if there is no such entry. None if its value is `???` or cannot be resolved.
+        The value. ABSENT if the entry does not exist. None if the value is `???` or an interpolation that fails.
     """
     name = _entry(node, part)
     if name is ABSENT or not isinstance(node, Container):
@@ -40,9 +41,13 @@ def held_value(node: object, part: str) -> Any:
 
 
 def _entry(node: object, part: str) -> Any:
-    """Return the key or index of an entry in its node; ABSENT if there is no such entry.
+    """Return the key or index of an entry in the type that its node uses; ABSENT if the entry does not exist.
 
-    Digits may be an int key, because YAML reads the keys of `unfreeze: {10: ...}` as numbers.
+    A text of digits also finds an int key, because YAML reads keys such as 10 in `unfreeze: {10: ...}` as numbers.
+
+    Args:
+        node: Mapping or list of a config.
+        part: Key or index as text.
     """
     if isinstance(node, ListConfig):
         return int(part) if part.isdecimal() and int(part) < len(node) else ABSENT
@@ -52,9 +57,13 @@ def _entry(node: object, part: str) -> Any:
 
 
 def deepest(config: DictConfig, key: str) -> tuple[str, Any]:
-    """Return the longest beginning of a dotted key that exists in a config, and the value at that key.
+    """Return the longest beginning of a dotted key that exists in a config, and the value at this beginning.
 
-    A reference such as `${model}` is not followed: the returned key ends at the reference, and the value is None.
+    A reference such as `${model}` is not followed. The returned key then ends at the reference, and the value is None.
+
+    Args:
+        config: Composed config.
+        key: Dotted key, which may not exist.
     """
     node: object = config
     parts = key.split(".")
@@ -74,7 +83,7 @@ def _is_reference(node: object, part: str) -> bool:
 
 
 def adds_keys(node: DictConfig, value: Mapping[str, object]) -> bool:
-    """Return whether a mapping has keys, at any depth, that a node does not have."""
+    """Return whether a mapping has keys, at any depth, that do not exist in a node."""
     pairs = [(held_value(node, str(name)), inner) for name, inner in value.items()]
     return any(
         old is ABSENT or (isinstance(old, DictConfig) and isinstance(inner, dict) and adds_keys(old, inner))
@@ -83,11 +92,12 @@ def adds_keys(node: DictConfig, value: Mapping[str, object]) -> bool:
 
 
 def takes_new_key(holder: str, node: object, name: str) -> bool:
-    """Return whether an override may add a new key to a node without a `+`.
+    """Return whether an override without a `+` may add a new key to a node.
 
-    A node with a `_target_` accepts new keys, because its class decides about the parameters. An entry of `phases`
-    accepts new keys, too. Two kinds of key are refused: likely typing errors of an existing key, and keys of another
-    framework in the node of a class of exp or torch.
+    A node with a `_target_` accepts new keys, because they may be parameters of the class. An entry of `phases` accepts
+    new keys, too. Two kinds of key are not accepted: likely typing errors of an existing key, and, for a class of exp
+    or
+    torch, keys of another framework.
 
     Args:
         holder: Dotted key of the node.
@@ -104,15 +114,15 @@ def takes_new_key(holder: str, node: object, name: str) -> bool:
 
 
 def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, object] | None = None) -> None:
-    """Set, add or delete the value of an override.
+    """Apply one override to a config: set, add or delete a value.
 
     If the old and the new value are mappings, they are merged. Otherwise the new value replaces the old value.
 
-    A new node with a `_target_`, set without a `+`, replaces the old node with a `_target_`. Keys of the old node that
-    the primary config declares are kept.
+    There is an exception if both mappings have a `_target_` and the override has no `+`. The new node then replaces the
+    old node, except for keys that the primary config declares.
 
-    If a node above the key is a reference such as `${model}`, a new mapping replaces the reference. So the override
-    does not change the node that it refers to.
+    If a node above the key is a reference such as `${model}`, a new mapping replaces the reference. The node to which
+    the reference refers is not changed.
 
     Args:
         config: Composed config, which is changed in place.
@@ -151,14 +161,14 @@ def set_value(config: DictConfig, override: Override, *, declared: Mapping[str, 
 
 
 def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
-    """Return the key or index of an entry.
+    """Return the key or index of an entry, or the key of a new entry.
 
-    If there is no such entry, return the key to add: an int if all other keys are ints, else a text.
+    The key of a new entry is an int if it consists of digits and all other keys are ints. Otherwise it is a text.
 
     Args:
         holder: Mapping or list of the entry.
         part: Key or index as text.
-        is_made: The mapping was created for this override, so that new keys are texts.
+        is_made: The mapping was created for this override. A new key is then always a text.
     """
     name = _entry(holder, part)
     if name is not ABSENT:
@@ -168,9 +178,13 @@ def _name_in(holder: object, part: str, *, is_made: bool) -> Any:
 
 
 def _read_value(override: Override, old: object) -> object:
-    """Return the value of an override, with `1e3` as an int if the old value is an int or null.
+    """Return the value of an override.
 
-    Hydra reads `1e3` as the float 1000.0.
+    Hydra reads `1e3` as the float 1000.0. It is converted to an int if the old value is an int or null.
+
+    Args:
+        override: Override of a value.
+        old: Value that the override replaces.
     """
     value: Any = override.value()
     text = (override.input_line or "").partition("=")[2]

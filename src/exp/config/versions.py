@@ -13,7 +13,7 @@ from exp.config.plain_tree import Plain, are_same, is_node, leaves, value_at
 
 # Keys that every config has in this version, with the value to add to a config without the key.
 PRESENT: Mapping[str, object] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
-# Keys that configs of earlier versions do not have. At these values, they have no effect.
+# Keys that do not exist in configs of earlier versions, with the value at which a key has no effect.
 ADDED: Mapping[str, object] = {
     "runtime.compile_mode": None,
     "data.split": {"stratify": False, "group": None, "column": None, "folds": None, "fold": 0},
@@ -36,7 +36,7 @@ REMOVED: Mapping[str, object] = {
     "runtime.warm": "auto",
     "sweep.storage": None,
 }
-# Values that are no longer allowed at a key, with their replacements.
+# Values that are no longer allowed, by key and value. Each is mapped to the value that replaces it.
 REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
     ("launch.accelerator", "gpu"): "cuda",
     ("runtime.non_finite", "rewind"): "stop",
@@ -45,14 +45,15 @@ REMOVED_VALUES: Mapping[tuple[str, str], str | None] = {
         for name in ("looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
     },
 }
-# Values that selected a behavior in earlier versions, with the class that has this behavior now.
+# Values that selected a behavior in earlier versions, by key and value. Each is mapped to the class that now has this
+# behavior.
 DDP = "exp.strategies.ddp.DDP"
 CHOSEN_CLASSES: Mapping[tuple[str, str], str] = {
     ("strategy.inner", "layer_split"): "exp.extras.gallery.split_ddp.SplitDDP",
     ("strategy.communication_hook", "ring"): "exp.extras.gallery.ring_all_reduce.RingDDP",
 }
 REMOVED_HOOKS = ("exp.hooks.landscape.Landscape",)
-# New names of renamed modules and classes, by their names in earlier versions.
+# Present names of modules and classes, by their names in earlier versions.
 GALLERY = "exp.extras.gallery"
 MOVED: Mapping[str, str] = {
     **{f"exp.hooks.{name}": f"exp.extras.{folder}.{name}" for folder, names in {
@@ -80,23 +81,24 @@ MOVED: Mapping[str, str] = {
     "exp.models.layers.GradientReversal": "exp.functions.gradient_layers.GradientReversal",
     "exp.strategies.deepspeed": "exp.extras.deepspeed.deepspeed",
 }  # fmt: skip
-# Names in earlier versions, by the names in this version.
+# Names of modules and classes in earlier versions, by their present names.
 EARLIER: Mapping[str, str] = {now: before for before, now in MOVED.items()}
 
 
 class Removed(NamedTuple):
-    """Values of a removed parameter that are ignored. Any other value is an error.
+    """Rules for a parameter that was removed from a class, in a config of an earlier version.
 
     Args:
-        values: Ignored values. None: all values are ignored.
-        is_written: Frozen configs of earlier versions always have the parameter, by default with the first of `values`.
+        values: Values that are ignored. Any other value is an error. Default: None, all values are ignored.
+        is_written: Whether frozen configs of earlier versions always contain the parameter. Its default value there is
+            the first of `values`. Default: false.
     """
 
     values: Sequence[object] | None = None
     is_written: bool = False
 
 
-# Removed parameters, by the names of their classes in this version.
+# Rules for removed parameters, by the present dotted name of the class and the name of the parameter.
 REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None]), "lengths": Removed([None])},
     "exp.data.batch_samplers.TokenBatches": {"lengths": Removed([None]), "max_samples": Removed([None])},
@@ -166,9 +168,12 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
 
 
 def with_present_keys(content: Mapping[str, object]) -> Plain:
-    """Return the config of an earlier version converted to this version.
+    """Return a config of an earlier version of exp, converted to this version.
 
-    Renamed targets and replaced values are updated, removed keys and hooks are left out, and missing keys are added.
+    Names of classes and values are updated. Keys and hooks that no longer exist are left out. Missing keys are added.
+
+    Args:
+        content: Plain values of the config.
     """
     found: Plain = _with_targets(dict(content), current_target)
     for (key, value), chosen in CHOSEN_CLASSES.items():
@@ -186,9 +191,12 @@ def with_present_keys(content: Mapping[str, object]) -> Plain:
 
 
 def as_before(plain: Mapping[str, object]) -> Plain:
-    """Return a config converted to the earliest version.
+    """Return a config converted to the earliest version of exp, to compare configs of different versions.
 
-    Configs of different versions that compute the same results are equal after this conversion.
+    If two configs compute the same results, they are equal after this conversion.
+
+    Args:
+        plain: Plain values of a config of any version.
     """
     found: Plain = _with_targets(dict(plain), _earlier_target)
     _replace_removed_values(found)
@@ -211,7 +219,14 @@ def as_before(plain: Mapping[str, object]) -> Plain:
 
 
 def removed_keys(content: Mapping[str, object]) -> list[str]:
-    """Return the dotted keys of an earlier version's config that no longer exist: keys, hooks and parameters."""
+    """Return the dotted keys that do not exist in this version of exp, for a config of an earlier version.
+
+    They are keys of exp, hooks, and parameters of classes. A parameter with a value that changes the results is not
+    returned, so that it causes an error.
+
+    Args:
+        content: Plain values of the config.
+    """
     nodes = {key: value for key, value in leaves(content) if is_node(value) and isinstance(value["_target_"], str)}
     hooks = [key for key, node in nodes.items() if node["_target_"] in REMOVED_HOOKS]
     parameters = [
@@ -224,7 +239,11 @@ def removed_keys(content: Mapping[str, object]) -> list[str]:
 
 
 def current_target(dotted: str) -> str:
-    """Return the dotted name of a class or function in this version, from its name in this or an earlier version."""
+    """Return the present dotted name of a class or function.
+
+    Args:
+        dotted: Dotted name in this version or in an earlier version of exp.
+    """
     return _rename(dotted, MOVED)
 
 
@@ -233,15 +252,24 @@ def _earlier_target(dotted: str) -> str:
 
 
 def _rename(dotted: str, names: Mapping[str, str]) -> str:
-    """Return the new dotted name of a class if the class or its module is in `names`, else the old name."""
+    """Return the new dotted name of a class.
+
+    Args:
+        dotted: Old dotted name. It is returned unchanged if neither the class nor its module is in `names`.
+        names: New names of classes and modules, by their old names.
+    """
     module, _, name = dotted.rpartition(".")
     return names[dotted] if dotted in names else f"{names[module]}.{name}" if module in names else dotted
 
 
 def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
-    """Return a copy of a plain tree with renamed classes and functions.
+    """Return a copy of a plain tree in which classes and functions are renamed.
 
-    Dotted names are renamed in each `_target_` and in the values of each mapping `functions`.
+    The dotted names are the value of each `_target_`, and the values in each mapping with the key `functions`.
+
+    Args:
+        value: Plain tree.
+        rename: Function that returns the new dotted name.
     """
     if isinstance(value, list):
         return [_with_targets(one, rename) for one in value]
@@ -260,7 +288,7 @@ def _with_targets(value: Any, rename: Callable[[str], str]) -> Any:
 def _place(tree: Plain, key: str) -> tuple[Plain, str]:
     """Return the mapping that contains a dotted key, and the last name of the key.
 
-    If there is no such mapping, return a new empty dict, so that changes to it have no effect.
+    If the mapping does not exist in the tree, a new empty dict is returned. Changes to this dict have no effect.
     """
     parent, _, last = key.rpartition(".")
     node = value_at(tree, parent) if parent else tree

@@ -15,14 +15,15 @@ import yaml
 from exp.config.search_path import display_path
 from exp.errors import ConfigError, ErrorDetails, config_error, raise_errors
 
-# 20 times the size of the largest known config. Limits are needed, because 180 bytes of nested anchors expand to a
-# billion nodes.
+# Limits of the number of nodes, of nested levels and of bytes in a file. They are needed because 180 bytes of nested
+# anchors expand to a billion nodes. The limit of nodes is 20 times the size of the largest known config.
 MAX_NODES = 20_000
 MAX_DEPTH = 60
 MAX_BYTES = 1_000_000
-# The largest number of characters that open a level. libyaml recurses in C, where too many levels crash the process.
+# libyaml reads only texts with fewer characters that open a level. It recurses in C, so too many levels would crash the
+# process.
 MAX_FAST_SIGNS = 3_000
-# Plain scalars that YAML 1.1, which PyYAML implements, and YAML 1.2 read differently: yes, 012, 0b101, 1:30.
+# Values without quotes that YAML 1.1 and YAML 1.2 read differently: yes, 012, 0b101, 1:30. PyYAML implements YAML 1.1.
 MISREAD = re.compile(r"(?i:yes|no|on|off)|[-+]?(0[0-7_]+|0b[01_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
 TRUTH = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 TEXT, DATE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"
@@ -32,14 +33,15 @@ FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.[\d_]*([eE][-+]?\d+)?|\d+(_\d+)*[eE][-+]?
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position of the first character of a value in a file.
+    """Line and column at which the text of a value begins in a YAML file.
 
-    The position of a quoted text is that of the character after the quote. The position of a block text (`forward: |`)
-    is that of its first character, below the `|`. Line n of a block text is line `line + n - 1` of the file. Column n
-    of the text is column `column + n - 1` of the file.
+    A quoted text begins after the quote. A block text (`forward: |`) begins on the line after the `|`, without the
+    indentation. Therefore, line n of a block text is line `line + n - 1` of the file, and column n of the text is
+    column
+    `column + n - 1` of the file.
 
     Args:
-        file: Path of the file as shown to users.
+        file: Path of the file, as messages show it.
         line: Line in the file, from 1.
         column: Column in the line, from 1.
     """
@@ -52,7 +54,7 @@ class Position:
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file as plain values; None for an empty file.
 
-    Callers must not change the returned values, because they are cached.
+    The result is cached, so callers must not change it.
 
     Raises:
         ConfigError: The file cannot be read, is not YAML, or exceeds the limits.
@@ -109,8 +111,8 @@ class Choice(NamedTuple):
     """An entry of a defaults list.
 
     Args:
-        group: Config group; "" for an entry that is only the path of a config.
-        options: Chosen options, or the path.
+        group: Config group. "": the entry is only the name of a config, such as `train` or `_self_`.
+        options: Options that the entry chooses, or the name of the config.
     """
 
     group: str
@@ -123,7 +125,7 @@ def choices_of(content: object) -> list[Choice]:
     found = []
     for line in lines if isinstance(lines, list) else ():
         for words, value in line.items() if isinstance(line, dict) else [("", line)]:
-            # The group comes after words such as `override`.
+            # An entry such as `override /model: mlp` has the group after the word `override`.
             group = str(words).rpartition(" ")[2].lstrip("/").partition("@")[0]
             options = value if isinstance(value, list) else [] if value is None else [value]
             found.append(Choice(group, tuple(map(str, options))))
@@ -136,11 +138,11 @@ def split(key: str) -> tuple[str, ...]:
 
 
 def position_of(path: Path, keys: Sequence[str]) -> Position | None:
-    """Return the position of a value in a file; None if the file does not have the value.
+    """Return the position at which a value begins in a file; None if the file does not contain the value.
 
     Args:
         path: YAML file.
-        keys: Names of nested keys that lead to the value.
+        keys: Names in the value's key, from the outermost mapping to the value.
     """
     text = path.read_text(encoding="utf-8")
     node = _tree(text)
@@ -161,11 +163,11 @@ def position_of(path: Path, keys: Sequence[str]) -> Position | None:
 
 
 def line_of(path: Path, keys: Sequence[str]) -> int | None:
-    """Return the line of a key in a file, from 1; None if the file does not have the key.
+    """Return the line of a key in a file, from 1; None if the file does not contain the key.
 
     Args:
         path: YAML file.
-        keys: Names of nested keys. The line is that of the last one.
+        keys: Names in the key, from the outermost mapping to the innermost. The result is the line of the last name.
     """
     node, place = _tree(path.read_text(encoding="utf-8")), None
     for key in keys:
@@ -181,7 +183,14 @@ def _tree(text: str) -> yaml.Node | None:
 
 
 def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Node | None]:
-    """Return the YAML nodes of a key and of its value. For an element of a list, both are the node of the element."""
+    """Return the YAML node of a key and the YAML node of its value. Both are None if the key does not exist.
+
+    For an element of a list, both are the node of the element.
+
+    Args:
+        node: Mapping or list.
+        key: Key in the mapping, or index in the list.
+    """
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             if isinstance(name, yaml.ScalarNode) and name.value == key:
@@ -192,7 +201,12 @@ def _child(node: yaml.Node | None, key: str) -> tuple[yaml.Node | None, yaml.Nod
 
 
 def _check(name: str, root: yaml.Node) -> None:
-    """Raise ConfigError if the nodes exceed the limits, or if YAML 1.1 and 1.2 read a plain scalar differently."""
+    """Raise ConfigError if a file exceeds the limits, or contains a value that YAML 1.1 and 1.2 read differently.
+
+    Args:
+        name: Name of the file, for error messages.
+        root: Outermost YAML node of the file.
+    """
     sizes: dict[int, int] = {}
     errors: list[ErrorDetails] = []
 
@@ -232,10 +246,10 @@ def _misread_error(name: str, key: str, node: yaml.ScalarNode) -> ErrorDetails:
 def _loader(*, fast: bool) -> Any:
     """Return a YAML loader class that reads the same values as OmegaConf.
 
-    1e-3 is a number, a repeated key is an error, and dates are texts.
+    In contrast to PyYAML's loaders, 1e-3 is a number, a repeated key is an error, and dates are texts.
 
     Args:
-        fast: Use libyaml if it is installed, which takes a tenth of the time. Reading YAML is half of the time of
+        fast: Use libyaml if it is installed. It needs a tenth of the time, and reading YAML is half of the time of
             --cfg job.
     """
     base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
@@ -271,8 +285,8 @@ def _error(name: str, got: str, expected: str) -> ConfigError:
 def yaml_text(plain: object) -> str:
     """Return plain values as YAML text, in the format of OmegaConf.to_yaml.
 
-    The text differs from OmegaConf's only in the line breaks of long quoted texts. OmegaConf.to_yaml is not used
-    because it first converts the values to a config, which takes 12 ms for a whole config.
+    The result differs from that of OmegaConf.to_yaml only in the line breaks of long quoted texts. OmegaConf.to_yaml is
+    not used, because it first converts the values to a config, which takes 12 ms for a whole config.
     """
     text: str = yaml.dump(plain, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
@@ -281,14 +295,14 @@ def yaml_text(plain: object) -> str:
 @functools.cache
 def _dumper() -> Any:
     base = yaml.CDumper if yaml.__with_libyaml__ else yaml.Dumper
-    # No anchors, although two interpolations may return the same object.
+    # Two interpolations may return the same object. It is written twice, instead of once with an anchor.
     dumper: Any = type("_Dumper", (base,), {"ignore_aliases": lambda self, data: True})
     dumper.add_representer(str, _represent_text)
     return dumper
 
 
 def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
-    """Return the YAML node of a text. Like OmegaConf, quote texts that could be read as a boolean or a number."""
+    """Return the YAML node of a text. As in OmegaConf, a text that YAML could read as a boolean or number is quoted."""
     style = "'" if text.lower() in (*TRUTH, "true", "false", "y", "n") else None
     with contextlib.suppress(ValueError):
         float(text)

@@ -1,4 +1,4 @@
-"""Compose the config of a run or of one job of a sweep from overrides, and report all errors together."""
+"""Compose the config of a run, or of one job of a sweep, from overrides. All errors are reported together."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from exp.config.resolvers import use_resolvers
 from exp.config.sources import source_of
 from exp.errors import ConfigError, ErrorDetails, raise_errors
 
-# The beginnings of overrides that do not apply to a job: Hydra's settings and the settings of the sweep.
+# Beginnings of overrides that do not apply to a single job: Hydra's settings and the settings of the sweep.
 NOT_OF_A_JOB = (*HYDRAS, "sweep.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A composed config and what it was composed from.
+    """A composed config, with the files and overrides from which it was composed.
 
     Args:
-        config: Composed config, with its hydra node.
+        config: Composed config, with the node `hydra`.
         layers: Files that were merged, in the order of merging.
-        vocabulary: Groups, options and keys of the search path.
+        vocabulary: Groups, options and top-level keys that the command line may use.
         overrides: Overrides of the command.
-        config_name: Name of the primary config.
-        config_dir: Directory of --config-dir.
+        config_name: Name of the primary config, such as "train".
+        config_dir: Directory of --config-dir. None: the flag is not given.
     """
 
     config: DictConfig
@@ -56,15 +56,16 @@ def composition_of(
     multirun: bool = False,
     check: Callable[[DictConfig], Sequence[ErrorDetails]] | None = None,
 ) -> Composition:
-    """Compose a config, with its hydra node, from the overrides of a command.
+    """Compose a config from the overrides of a command.
 
     Args:
         overrides: Overrides of the command.
-        config_dir: Directory of --config-dir.
-        config_name: Name of the primary config.
-        multirun: Allow overrides with several values. Such overrides are not applied.
+        config_dir: Directory of --config-dir. Default: None, the flag is not given.
+        config_name: Name of the primary config. Default: "train".
+        multirun: The command is a sweep (-m). Overrides with several values are then allowed, but are not applied.
+            Default: false.
         check: Function that returns the errors of a config. It is called only if the overrides have errors, so that all
-            errors are reported together.
+            errors are reported together. Default: None, only errors of overrides are reported.
 
     Raises:
         ConfigError: The overrides or the composition have errors.
@@ -99,16 +100,16 @@ def composition_of(
 def expand_run(
     overrides: Sequence[str], *, config_dir: str | None, config_name: str, multirun: bool = False
 ) -> Sequence[str]:
-    """Replace `from_run=DIR` by overrides that compose the config of that run.
+    """Replace the override `from_run=DIR` by overrides that compose the config of that run.
 
-    Values of the run that differ from those of the present files are set by additional overrides, and reported on
-    standard error. Without `from_run`, the overrides are returned unchanged.
+    Additional overrides set the values of the run that differ from the YAML files of today. These values are printed on
+    standard error. Overrides without `from_run` are returned unchanged.
 
     Args:
         overrides: Overrides of the command.
-        config_dir: Directory of --config-dir.
+        config_dir: Directory of --config-dir. None: the flag is not given.
         config_name: Name of the primary config.
-        multirun: Allow overrides with several values.
+        multirun: The command is a sweep (-m). Overrides with several values are then allowed. Default: false.
     """
     run, now = find_run(overrides)
     if run is None:
@@ -136,15 +137,15 @@ def expand_run(
 
 @secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
-    """Return the config of a run or of a job of a sweep, without the hydra node.
+    """Return the config of a run, or of a job of a sweep. It does not have the node `hydra`.
 
     Args:
         composition: Composition of the run or job.
-        job: Number of the job in a sweep; None for a single run.
-        sweep: Directory of the sweep; None for a single run.
+        job: Number of the job in a sweep. Default: None, a single run.
+        sweep: Directory of the sweep. Default: None, a single run.
 
     Raises:
-        ConfigError: The run directory or an interpolation of one of Hydra's values cannot be resolved.
+        ConfigError: The path of the run directory, or an interpolation of one of Hydra's values, cannot be resolved.
     """
     config = composition.config
     if sweep is None:
@@ -153,7 +154,7 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
         if job is not None:
             config.hydra.job.num = job
             config.hydra.job.id = str(job)
-        # Values keep a reference to the run directory, because its name is final only after it is created.
+        # Values contain an interpolation of the run directory, because its name is final only after it is created.
         config.hydra.runtime.output_dir = OUTPUT_DIR
         config[COMPOSITION] = {"directory": literal(OUTPUT_DIR)}
     with hydra_config(config):
@@ -166,9 +167,9 @@ def job_config(composition: Composition, *, job: int | None = None, sweep: str |
 
 
 def shared_config(composition: Composition) -> DictConfig:
-    """Return the config that all jobs of a sweep have in common, as a copy without the hydra node.
+    """Return the config of a sweep before swept values are applied, as a copy without the node `hydra`.
 
-    Swept overrides are not applied.
+    All jobs of the sweep have this config in common.
     """
     return _without_hydra(replace(composition, config=copy_config(composition.config)), directory="")
 
@@ -192,19 +193,22 @@ def _without_hydra(composition: Composition, *, directory: str) -> DictConfig:
 
 
 def own_groups_chosen(composition: Composition) -> list[str]:
-    """Return the config groups of the user that set the top-level key with the name of the group."""
+    """Return the user's config groups from which an option is merged at the top-level key of the same name."""
     tops = [(layer.config_path.partition("/")[0], layer.package.partition(".")[0]) for layer in composition.layers]
     chosen = {group for group, node in tops if group == node}
     return [group for group in composition.vocabulary.own if group in chosen]
 
 
 def job_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that apply to a job, escaped so that OmegaConf does not resolve their interpolations."""
+    """Return the overrides that apply to a single job, with `${` escaped.
+
+    Otherwise OmegaConf would resolve interpolations in the overrides when it reads the node COMPOSITION.
+    """
     return list(map(literal, kept_overrides(overrides)))
 
 
 def kept_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that apply to a job. Overrides of Hydra's settings and of `sweep` are left out."""
+    """Return the overrides that apply to a single job: all except those of Hydra's settings and of the node `sweep`."""
     return [text for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 
 
@@ -218,10 +222,10 @@ def _after_errors(
 
 
 def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors of a config without those that an error of an override may have caused.
+    """Return the errors of a config that errors of overrides cannot have caused.
 
-    Errors at the key of an override with an error are left out. Errors below a group whose override has an error are
-    left out, too.
+    Errors at the key of a wrong override are left out. If the override of a group is wrong, errors at all keys of the
+    group are left out.
 
     Args:
         found: Errors of the config.

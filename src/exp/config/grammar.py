@@ -1,4 +1,4 @@
-"""Parse overrides in Hydra's grammar, with exact ranges."""
+"""Parser of overrides. The grammar is Hydra's, except that `range` computes exact numbers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
 VERSION_BASE = "1.3"
-# The limit for a range. A longer range could fill the memory before the sweep is refused as too large.
+# Maximum number of values in a range. A longer range could fill the memory before the sweep is refused as too large.
 MAX_NUMBERS = 1_000_000
 
 
 class Numbers(ChoiceSweep):
-    """The numbers of an override such as `seed=range(3)`, in increasing or decreasing order."""
+    """Swept values of an override with a range, such as `seed=range(3)`, in increasing or decreasing order."""
 
 
 @contextlib.contextmanager
 def hydra_base() -> Iterator[None]:
-    """Set Hydra's `version_base` to VERSION_BASE, and restore the previous value afterwards.
+    """Set Hydra's `version_base` to VERSION_BASE within the context, and restore the previous value at the end.
 
-    The previous value may be set by another Hydra program in this process.
+    The value is restored because another Hydra program in this process may have set it.
     """
     kept = version.VersionBase.instance().version_base
     version.setbase(VERSION_BASE)
@@ -38,7 +38,7 @@ def hydra_base() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def parse_override(text: str) -> Override:
-    """Parse one override. Callers must not change the result, because it is cached.
+    """Parse one override. The result is cached, so callers must not change it.
 
     Raises:
         HydraException: The text is not an override.
@@ -56,15 +56,15 @@ def _parser() -> OverridesParser:
 
 
 def _numbers(start: float, stop: float | None = None, step: float = 1) -> Numbers:
-    """Return the numbers `start + i * step` before `stop`, computed exactly from the decimals as typed.
+    """Return the numbers start, start + step, start + 2 * step and so on before `stop`, computed in exact decimals.
 
     This function replaces Hydra's `range` for two reasons. Hydra adds binary floats, so its `range(0.01,0.05,0.01)`
     contains 0.05. Hydra's `sort(range(...), reverse=true)` returns numbers that are not in the range.
 
     Args:
-        start: First number. If `stop` is None, the range ends at `start` and begins at 0.
+        start: First number. If `stop` is None, the range begins at 0 and ends before `start`.
         stop: End of the range, which is not included.
-        step: Distance of the numbers.
+        step: Difference of two consecutive numbers. Default: 1.
 
     Raises:
         ValueError: A number is infinite or nan, the step is 0, or the range is too long.
@@ -82,7 +82,7 @@ def _numbers(start: float, stop: float | None = None, step: float = 1) -> Number
 
 
 def packages_allowed_by(overrides: Sequence[str]) -> list[str]:
-    """Return the packages that the command line allows by overrides of `security.allow`."""
+    """Return the packages that the command line allows by overrides of the key `security.allow`."""
     found: set[str] = set()
     for text in overrides:
         if "security" not in text:

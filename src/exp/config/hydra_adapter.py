@@ -1,8 +1,8 @@
-"""Compose configs by Hydra, and run the sweepers of Hydra's plug-ins.
+"""Calls of Hydra: compose configs, and run the sweepers of Hydra's plug-ins.
 
-Hydra composes the chosen options of the groups. exp.config.values applies the other overrides afterwards, because
-Hydra's merging stops at the first error. This module mostly uses Hydra's public API. Some parts depend on Hydra 1.3.8:
-the patterns of messages, `compute_defaults_list` of the loader, and the name of BasicSweeper.
+Hydra merges the chosen options of config groups. exp.config.values then applies the overrides of single values, because
+Hydra would stop at the first error. This module mostly uses Hydra's public API. Some parts depend on Hydra 1.3.8: the
+patterns of messages, `compute_defaults_list` of the config loader, and the name of BasicSweeper.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from exp.errors import COMMAND_LINE, ConfigError, ErrorDetails, chain_of, config
 HYDRA_VERSION = hydra.__version__
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 OUR_SWEEPER = "hydra_plugins.exp.sweeper.ExpSweeper"
-# The job name, which Hydra otherwise takes from the name of the program.
+# Hydra's job name. By default, it would be the name of the program.
 JOB_NAME = "train"
-# The beginnings of overrides of Hydra's own settings.
+# Beginnings of overrides of Hydra's own settings.
 HYDRAS = ("hydra.", "hydra/")
-# Exceptions that Hydra and OmegaConf raise for a wrong config. Some come from an assert or a conversion.
+# Exceptions that Hydra and OmegaConf raise for a wrong config. Some of them come from an assert or a type conversion.
 HYDRA_ERRORS = (
     HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError, KeyError, AttributeError,
     RecursionError,
 )  # fmt: skip
 MAX_MESSAGE = 300
-# The comment line of a config file that sets the key at which the file is merged.
+# Comment line in a config file that sets the key at which the file is merged, such as `# @package _global_`.
 HEADER = re.compile(r"#\s*@package\s+(\S+)")
-# Patterns of messages of Hydra 1.3.8 and 1.4.0rc3 about a choice that does not fit the defaults list. The texts are
-# `got`, `expected` and `fix` of exp's error.
+# Patterns of messages of Hydra 1.3.8 and 1.4.0rc3 about a chosen option that conflicts with the defaults list. Each has
+# the texts `got`, `expected` and `fix` of exp's error.
 REFUSED_CHOICES = {
     r"In '(?P<file>[^']+)': (Could not override|.*No earlier Group Default for) '(?P<group>[^'@]+)@": (
         "an `override` that applies only to the key of this file", "an `override` of the top-level group",
@@ -78,8 +78,9 @@ REFUSED_CHOICES = {
         "+ for a group that has an option", "= to select another option", "Write {group}=NAME, without the +",
     ),
 }  # fmt: skip
-# Converting files to configs takes a third of the time of a composition, so configs are cached. They are cached as
-# pickled bytes, because a composition changes them.
+# Cache of config files that were converted to configs, because the conversion takes a third of the time of a
+# composition.
+# The values are pickled configs, because a composition changes the configs.
 _loaded: dict[tuple[object, ...], bytes] = {}
 
 
@@ -89,8 +90,10 @@ class Layer:
 
     Args:
         config_path: Path in the defaults list, such as `model/mlp`.
-        package: Key at which the file is merged, such as `model`.
-        file: Path of the YAML file; None if there is no file.
+        package: Dotted key at which the file is merged, such as `model`. `_global_`: the file is merged at the top
+            level.
+        file: Path of the YAML file. None: the config is not from a file of exp's directories, but registered by a
+            plug-in.
     """
 
     config_path: str
@@ -104,14 +107,14 @@ class Layer:
 
     @classmethod
     def of(cls, text: str) -> Layer:
-        """Return the layer with a given `text`."""
+        """Return the layer from its text format, such as `model/mlp@model=/conf/model/mlp.yaml`."""
         place, _, file = text.partition("=")
         config_path, _, package = place.partition("@")
         return cls(config_path=config_path, package=package, file=Path(file))
 
 
 class ConfigFolder(ConfigSource):
-    """Hydra's source of configs for a directory of YAML files, with exp's size limits and error messages."""
+    """Config source for Hydra that reads a directory of YAML files with exp's size limits and error messages."""
 
     @staticmethod
     def scheme() -> str:
@@ -138,7 +141,7 @@ class ConfigFolder(ConfigSource):
         settings = content.get("hydra") if isinstance(content, dict) else None
         if isinstance(settings, dict) and "searchpath" in settings:
             raise ConfigError([searchpath_error(settings["searchpath"], source=display_path(file))])
-        # exp accepts the header after other comment lines. Hydra reads it only from the first line.
+        # exp accepts the line `# @package` after other comment lines. Hydra accepts it only as the first line.
         with file.open(encoding="utf-8") as lines:
             comments = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
             package = next((found[1] for line in comments if (found := HEADER.match(line))), None)
@@ -173,7 +176,11 @@ class ConfigFolder(ConfigSource):
 
 
 class OpenPlaces(SearchPathPlugin):
-    """Hydra plug-in that adds exp's directories of configs to Hydra's search path while exp composes."""
+    """Hydra plug-in that adds directories of configs to Hydra's search path.
+
+    Attributes:
+        places: Directories to add. `open_hydra` sets them while exp composes a config.
+    """
 
     places: Sequence[Place] = ()
 
@@ -184,7 +191,14 @@ class OpenPlaces(SearchPathPlugin):
 
 
 def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetails:
-    """Return the error for `hydra.searchpath`. exp refuses it, because Hydra would import packages that it names."""
+    """Return the error for the setting `hydra.searchpath`.
+
+    The setting is refused, because Hydra would import the packages in its value.
+
+    Args:
+        value: Value of the setting.
+        source: File that contains the setting. Default: None, the source is unknown.
+    """
     got = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     expected = "--config-dir DIR, or a package with an entry point exp.conf"
     return ErrorDetails("hydra.searchpath", got, expected, source=source)
@@ -192,7 +206,7 @@ def searchpath_error(value: object, *, source: str | None = None) -> ErrorDetail
 
 @contextlib.contextmanager
 def open_hydra(places: Sequence[Place]) -> Iterator[None]:
-    """Initialize Hydra with directories of configs, and restore Hydra's global state afterwards."""
+    """Initialize Hydra with directories of configs within the context. Hydra's previous global state is restored."""
     with hydra_base():
         _load_plugins()
         kept = GlobalHydra.instance().hydra
@@ -234,15 +248,15 @@ def compose_groups(
 
     Args:
         places: Directories of configs.
-        config_name: Name of the primary config.
-        overrides: Overrides that choose options of groups.
+        config_name: Name of the primary config, such as "train".
+        overrides: Overrides that choose options of groups, such as `model=mlp`.
 
     Returns:
-        The config with the hydra node.
-        The files that were merged, in the order of merging.
+        Composed config, with the node `hydra`.
+        Files that were merged, in the order of merging.
 
     Raises:
-        ConfigError: The choices do not compose, or a file cannot be read.
+        ConfigError: The chosen options conflict with each other or do not exist, or a file cannot be read.
     """
     with open_hydra(places):
         try:
@@ -264,10 +278,14 @@ def _layer(places: Sequence[Place], config_path: str, package: str) -> Layer:
 
 
 def _lead_references(config: DictConfig, layer: Layer) -> None:
-    """Change the references in an option that is merged at another key, as in `model@vars.teacher=mlp`.
+    """Change the interpolations in an option that is merged at another key than its group, as `model@vars.teacher=mlp`.
 
-    The reference `${model.width}` in the option becomes `${vars.teacher.width}`, so that the option refers to its own
-    value.
+    In this example, `${model.width}` in the option becomes `${vars.teacher.width}`. Otherwise the option would refer to
+    a value of the node `model`.
+
+    Args:
+        config: Composed config, which is changed in place.
+        layer: File of the option.
     """
     group, place = layer.config_path.partition("/")[0], layer.package
     if group not in ONE or place in ("", "_global_", group) or place.startswith(f"{group}/"):
@@ -317,7 +335,13 @@ def _short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def hydra_config(config: DictConfig) -> Iterator[None]:
-    """Resolve `${hydra:...}` from the hydra node of this config, and restore Hydra's previous config afterwards."""
+    """Resolve interpolations such as `${hydra:job.num}` from this config within the context.
+
+    Hydra's previous config is restored at the end.
+
+    Args:
+        config: Composed config, with the node `hydra`.
+    """
     kept = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     # Hydra makes the node read-only.
@@ -329,9 +353,9 @@ def hydra_config(config: DictConfig) -> Iterator[None]:
 
 
 def registered_targets() -> set[str]:
-    """Return the dotted names of all classes of installed Hydra plug-ins.
+    """Return the dotted names of all classes that installed Hydra plug-ins provide.
 
-    They are the plug-in classes and each `_target_` in the configs that the plug-ins registered.
+    They are the plug-in classes, and the classes in each `_target_` of the configs that the plug-ins have registered.
     """
     found = set(Plugins.instance().class_name_to_class)
 
@@ -355,10 +379,10 @@ def registered_options(group: str) -> list[str]:
 
 
 class JobConfigs:
-    """Replacement of Hydra's config loader that sweepers get.
+    """Replacement of Hydra's config loader for sweepers. It does not compose the configs of jobs.
 
-    A sweeper calls the loader to compose the config of a job. This class returns the config of the sweep unchanged.
-    exp composes the config of a job later, from the overrides that the sweeper selects.
+    A sweeper asks the loader for the config of each job. This class returns the config of the sweep unchanged, because
+    exp composes the config of the job later, from the overrides that the sweeper selects.
     """
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -367,11 +391,11 @@ class JobConfigs:
 
 @secrets_kept()
 def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
-    """Run the configured Hydra sweeper. The sweeper decides about the overrides of each job, and exp runs the jobs.
+    """Run the Hydra sweeper in the config. The sweeper chooses the overrides of each job, and exp runs the jobs.
 
     Args:
-        config: Composed config of the sweep, with its hydra node.
-        task: Task function for Hydra.
+        config: Composed config of the sweep, with the node `hydra`.
+        task: Task function that is passed to the sweeper.
         directory: Directory of the sweep.
 
     Raises:
@@ -390,9 +414,13 @@ def run_sweeper(config: DictConfig, task: Any, *, directory: Path) -> None:
 
 
 def swept_texts(config: DictConfig) -> list[str] | None:
-    """Return the overrides of a sweep, from `hydra.sweeper.params` and the command line.
+    """Return the overrides of a sweep from `hydra.sweeper.params` and from the command line.
 
-    Return None if the sweeper is neither exp's nor Hydra's BasicSweeper.
+    Args:
+        config: Composed config of the sweep, with the node `hydra`.
+
+    Returns:
+        Overrides as typed. None if the sweeper is neither exp's nor Hydra's BasicSweeper.
     """
     sweeper = config.hydra.sweeper
     if sweeper["_target_"] not in (BASIC_SWEEPER, OUR_SWEEPER):
@@ -402,7 +430,10 @@ def swept_texts(config: DictConfig) -> list[str] | None:
 
 
 def record_overrides(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Write the overrides of the command to `hydra.overrides`, and set `hydra.job.override_dirname`."""
+    """Write the overrides of the command to the node `hydra` of a config, in place.
+
+    The keys are `hydra.overrides` and `hydra.job.override_dirname`, a text of the overrides for directory names.
+    """
     own = [text for text in overrides if not text.lstrip("+~").startswith(HYDRAS)]
     config.hydra.overrides.task = own
     config.hydra.overrides.hydra = [text for text in overrides if text not in own]
@@ -412,13 +443,13 @@ def record_overrides(config: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def recorded_overrides(config: DictConfig, kind: str = "task") -> list[str]:
-    """Return the overrides in `hydra.overrides` as typed.
+    """Return the overrides that `record_overrides` wrote.
 
-    Interpolations such as `name=a${seed}` are not resolved, because their values differ between jobs.
+    Interpolations in overrides, as in `name=a${seed}`, are not resolved, because their values differ between jobs.
 
     Args:
-        config: Composed config, with its hydra node.
-        kind: "task" for overrides of exp's keys, "hydra" for overrides of Hydra's settings.
+        config: Composed config, with the node `hydra`.
+        kind: "task" for overrides of exp's keys, "hydra" for overrides of Hydra's settings. Default: "task".
     """
     return cast(list[str], OmegaConf.to_container(config.hydra.overrides[kind], resolve=False))
 
@@ -430,9 +461,9 @@ def job_return(*, overrides: Sequence[str], config: DictConfig | None, directory
 
     Args:
         overrides: Overrides of the job.
-        config: Config of the job, if it was composed.
+        config: Config of the job. None: it could not be composed.
         directory: Run directory of the job.
-        value: Value to optimize.
+        value: Value that the sweeper optimizes.
     """
     result = JobReturn(overrides=list(overrides), cfg=config, working_dir=directory, status=JobStatus.COMPLETED)
     result.return_value = value

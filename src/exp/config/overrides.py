@@ -1,6 +1,6 @@
-"""Parse the overrides of a command line, and report the errors of all overrides before Hydra composes.
+"""Parse the overrides of a command line, and report the errors of all overrides before Hydra composes the config.
 
-Hydra would report only the first error.
+This is done before, because Hydra would report only the first error.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CALLS: dict[type, str] = {
 # A key in Hydra's grammar (1.3.8). The text after an @ is the key at which an option is merged.
 KEY = re.compile(r"[A-Za-z_$][\w$-]*([./][\w$-]+)*(@[\w.$:-]*)?", re.ASCII)
 SIGNS = {1: "", 2: "+", 3: "++", 4: "~"}
-# Keys that may be added without a +. `model.container` is missing if the model itself is a container, and `sweep.when`
-# accepts any keys.
+# Keys that an override may add without a +. `model.container` does not exist if the model itself is a container.
+# `sweep.when` accepts keys of any name.
 ADDING = ("model.container", "sweep.when")
 NO_SUCH_KEY, IS_THERE = "there is no such key", "+ on an existing key"
 TOO_DEEP = ("nested too deeply", "a value with fewer nested levels")
@@ -58,11 +58,11 @@ class Line:
     """An override of the command line.
 
     Args:
-        text: Override as typed.
+        text: Override as typed, such as `+hooks=memory`.
         parsed: Override as parsed by Hydra.
         sign: "", "+", "++" or "~".
-        key: Key or group, without the sign.
-        group: Group if the override chooses an option; "" if the override sets a value.
+        key: Key or config group, without the sign.
+        group: Config group if the override chooses an option. "": the override sets a value.
     """
 
     text: str
@@ -87,12 +87,16 @@ class Line:
 def checked_lines(
     overrides: Sequence[str], vocabulary: Vocabulary, *, multirun: bool
 ) -> tuple[list[Line], list[ErrorDetails]]:
-    """Return the overrides that pass the checks before composition, and the errors of the other overrides.
+    """Parse overrides, and check them before the config is composed.
 
     Args:
         overrides: Overrides as typed.
-        vocabulary: Groups, options and keys of the search path.
+        vocabulary: Groups, options and top-level keys that the command line may use.
         multirun: The command is a sweep (-m).
+
+    Returns:
+        Overrides without an error.
+        Errors of the other overrides.
     """
     found = [_read(text, vocabulary) for text in overrides]
     errors = [one for one in found if isinstance(one, ErrorDetails)]
@@ -124,18 +128,18 @@ def _read(text: str, vocabulary: Vocabulary) -> Line | ErrorDetails:
     if not parsed.key_or_group:
         return _syntax_error(text, ValueError())
     key = parsed.key_or_group
-    # Hydra treats a mapping given to a group as values of the node.
+    # Hydra treats a mapping as values of the node, even if the key is a group.
     chooses = vocabulary.group_exists(key) and not isinstance(parsed.value(), dict)
     return Line(text=text, parsed=parsed, sign=SIGNS[parsed.type.value], key=key, group=key if chooses else "")
 
 
 def as_override(text: str, fix: str | None, vocabulary: Vocabulary) -> str | None:
-    """Return a fix that contains a whole override: `Write optimizer=adam` instead of `Did you mean adam?`.
+    """Convert a fix such as `Did you mean adam?` to a whole override, such as `Write optimizer=adam`.
 
     Args:
         text: Override as typed.
-        fix: Fix of the override's error. Fixes without `Did you mean` are returned unchanged.
-        vocabulary: Groups, options and keys of the search path.
+        fix: Fix of the override's error. Other fixes and None are returned unchanged.
+        vocabulary: Groups, options and top-level keys that the command line may use.
     """
     found = re.fullmatch(r"Did you mean (\S+)\?", fix or "")
     if found is None:
@@ -146,12 +150,16 @@ def as_override(text: str, fix: str | None, vocabulary: Vocabulary) -> str | Non
 
 
 def for_hydra(lines: Sequence[Line], vocabulary: Vocabulary) -> list[str]:
-    """Return the overrides of groups in the syntax that Hydra requires.
+    """Return the overrides that choose options, in the syntax that Hydra requires.
 
-    For groups of the kind "axis", Hydra always gets `=`, because the defaults list of train.yaml contains the group.
+    For a group of the kind "axis", `+` becomes `=`, because the defaults list of train.yaml contains the group.
 
-    For groups of the kind "many", all `+` of a group are joined, and are joined with its `=`. Hydra accepts only one
-    `+` per group, and ignores a `+` next to an `=`.
+    For a group of the kind "many", all overrides become one override: `hooks=a +hooks=b` becomes `hooks=[a,b]`. Hydra
+    accepts only one `+` per group, and ignores a `+` if the group also has an `=`.
+
+    Args:
+        lines: Overrides of the command.
+        vocabulary: Groups, options and top-level keys that the command line may use.
     """
     choices = [line for line in lines if line.group and not line.is_sweep]
     replaced = {line.group: line.value for line in choices if line.sign == "" and line.parsed.package is None}
@@ -178,7 +186,7 @@ def _options(value: object) -> list[str]:
 
 
 def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[ErrorDetails]:
-    """Return an error for each chosen option that Hydra did not merge.
+    """Return an error for each chosen option that Hydra did not merge, because a defaults list overrides the choice.
 
     Args:
         lines: Overrides of the command.
@@ -203,7 +211,7 @@ def ignored_choices(lines: Sequence[Line], loaded: Iterable[str]) -> list[ErrorD
 
 
 def sweep_error(parsed: Override) -> ErrorDetails | None:
-    """Return an error if a call such as `interval(0,1)` is inside a list or among other swept values."""
+    """Return an error if a call such as `interval(0,1)` is within a list or one of several swept values; else None."""
     value, key, text = parsed.value(), parsed.key_or_group, _shorten((parsed.input_line or "").partition("=")[2])
     inner = next(_calls_in(value), None)
     if inner is None:
@@ -216,7 +224,7 @@ def sweep_error(parsed: Override) -> ErrorDetails | None:
 
 
 def _calls_in(value: object) -> Iterator[Sweep | Glob]:
-    """Yield the functions of Hydra's grammar, such as `interval(0,1)`, that a list, mapping or swept values contain."""
+    """Yield the calls in Hydra's grammar, such as `interval(0,1)`, within a list, a mapping or several swept values."""
     inner = value.list if isinstance(value, ChoiceSweep) else value
     for one in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
         if isinstance(one, Sweep | Glob):
@@ -229,7 +237,7 @@ def read_swept(text: str) -> Override:
     """Parse an override of a sweep, from the command line or from `hydra.sweeper.params` in a file.
 
     Raises:
-        ConfigError: The override cannot be parsed, or contains a call inside a list.
+        ConfigError: The override cannot be parsed, or contains a call such as `interval(0,1)` within a list.
     """
     try:
         parsed = parse_override(text)
@@ -269,12 +277,12 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
 
 
 def _pair_error(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of an override that conflicts with other choices of the same group.
+    """Return the error of an override that conflicts with other overrides of the same group; None without a conflict.
 
     Args:
         line: Override to check.
         others: Other overrides that choose options of the same group.
-        vocabulary: Groups, options and keys of the search path.
+        vocabulary: Groups, options and top-level keys that the command line may use.
     """
     added = [other for other in others if other.sign == "+" and other.parsed.package == line.parsed.package]
     if line.sign == "+" and (others if line.group in AXIS else vocabulary.kind(line.group) == "own" and added):
@@ -325,9 +333,9 @@ def _unknown_option(group: str, option: object, options: Sequence[str]) -> Error
 
 
 def _elements(line: Line) -> list[object]:
-    """Return the options that an override chooses. A sweep has one element per job.
+    """Return the value of an override that chooses options. If the override is swept, return the value in each job.
 
-    The list is empty for a glob, because its values are unknown before the sweep.
+    For a glob, the list is empty, because the values are unknown before the sweep.
     """
     if not line.is_sweep:
         return [line.value]
@@ -353,9 +361,15 @@ def _value_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
 
 
 def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
-    """Return the error of an override if the first name of its key is neither a top-level key nor a group."""
+    """Return the error of an override with an unknown first name in its key: neither a top-level key nor a group.
+
+    Args:
+        line: Override.
+        top: First name of the override's key.
+        vocabulary: Groups, options and top-level keys that the command line may use.
+    """
     got = "no such group or key" if "." not in line.key else f"there is no top-level key {top}"
-    # Nested keys are searched only if no word is similar, because listing them takes a composition.
+    # Nested keys are searched only if no group or top-level key is similar, because the search must compose a config.
     is_near = is_typo(top, vocabulary.words())
     elsewhere = [] if is_near else [key for key in vocabulary.keys_below if key.rpartition(".")[2] == line.key]
     fix = f"Did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(top, vocabulary.words())
@@ -369,23 +383,24 @@ def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
 def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabulary) -> list[tuple[Line, ErrorDetails]]:
     """Apply the overrides of values to the config that Hydra composed from the chosen options.
 
-    Swept values are not applied, because they are checked in each job. If options of a group are swept, errors are not
-    reported, because an option of another job may have a key that this config lacks.
+    Swept values are not applied, because they are applied and checked in each job. If the options of a group are swept,
+    errors are not reported, because the option in a job may have a key that this config does not have.
 
     Args:
         config: Composed config, which is changed in place.
         lines: Overrides of the command.
-        vocabulary: Groups, options and keys of the search path.
+        vocabulary: Groups, options and top-level keys that the command line may use.
 
     Returns:
-        The overrides that cannot be applied, each with its error.
+        Pairs of an override that cannot be applied, and its error.
     """
     is_open = any(line.group and line.is_sweep for line in lines)
-    # Keys added by a sweep, which only the configs of its jobs have: `+precision.keep.a=fp32,fp64`.
+    # Keys that a swept override adds, as in `+precision.keep.a=fp32,fp64`. Only the configs of the jobs have these
+    # keys.
     added = set()
     found: list[tuple[Line, ErrorDetails]] = []
     for line in lines:
-        # Keys with a slash are groups of Hydra that exp ignores. Only values without an effect get here.
+        # A key with a slash is a group of Hydra that exp ignores. At this point, its value has no effect.
         if line.group or "/" in line.key:
             continue
         detail = None if line.key in added else _unfit_error(line, config, vocabulary)
@@ -405,7 +420,10 @@ def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabula
 
 
 def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> ErrorDetails | None:
-    """Return the error of an override that does not fit the composed config, such as a key that does not exist."""
+    """Return the error of an override that cannot be applied to the composed config; None if it can be applied.
+
+    For example, the key of the override does not exist.
+    """
     there, node = deepest(config, line.key)
     holder, _, last = line.key.rpartition(".")
     if line.key in ADDING and line.sign == "":
@@ -430,11 +448,11 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
 
 
 def _habit_error(line: Line, fix: str) -> ErrorDetails:
-    """Return the error of a key of another framework.
+    """Return the error of an override with a key of another framework.
 
     Args:
         line: Override with the key.
-        fix: Equivalent override in exp, or the reason why exp does not have one.
+        fix: Sentence with the equivalent override of exp, or the reason why exp does not have such a key.
     """
     got = "this key has another name in exp" if fix.startswith("Write") else "there is no such key in exp"
     return _error(line.key, got, "a key of exp", fix)
@@ -448,9 +466,9 @@ def _missing_key_error(
     Args:
         line: Override.
         config: Composed config.
-        vocabulary: Groups, options and keys of the search path.
+        vocabulary: Groups, options and top-level keys that the command line may use.
         parent: Longest beginning of the key that exists in the config.
-        node: Value at `parent`.
+        node: Value of the config at `parent`.
     """
     last = line.key.rpartition(".")[2]
     word = line.key.removeprefix(f"{parent}.").partition(".")[0] if parent else line.key

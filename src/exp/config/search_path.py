@@ -1,6 +1,6 @@
-"""Directories of configs: the user's ./conf, exp's own directory, and the directories of plug-ins.
+"""Directories in which config files are searched: the user's ./conf, exp's own directory, and those of plug-ins.
 
-No code of a plug-in is imported to find its directory.
+The directory of a plug-in is found without importing code of the plug-in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OWN_CONF = Path(__file__).parent.parent / "conf"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A directory of configs.
+    """A directory in which config files are searched.
 
     Args:
-        provider: Name for Hydra: "user", "command-line", "exp" or the name of a plug-in.
+        provider: Name of the directory for Hydra: "user", "command-line", "exp" or the name of a plug-in.
         directory: Path of the directory.
     """
 
@@ -39,10 +39,10 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
     The order is: the user's ./conf, `config_dir`, exp's own directory, and the directories of plug-ins.
 
     Args:
-        config_dir: Directory of --config-dir.
+        config_dir: Directory of --config-dir. Default: None, the flag is not given.
 
     Raises:
-        ConfigError: config_dir is not a directory.
+        ConfigError: `config_dir` is not a directory.
     """
     places = []
     own = users_conf()
@@ -61,16 +61,19 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
 
 
 def own_groups(places: Sequence[Place]) -> list[str]:
-    """Return the names of config groups of users and plug-ins: folders with YAML files that exp does not have."""
+    """Return the names of config groups that only users and plug-ins have.
+
+    They are the folders with YAML files whose names do not exist in exp's own directory of configs.
+    """
     folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
     own = {path.name for path in OWN_CONF.iterdir()}
     return sorted({path.name for path in folders if path.name not in {*own, "local", "module", "hydra"}})
 
 
 def options_in(folder: Path) -> list[str]:
-    """Return the options in the folder of a group.
+    """Return the options in the folder of a config group.
 
-    Files such as `_loader.yaml` are not options, because options include them.
+    Files with a leading `_`, such as `_loader.yaml`, are not options. They contain values that options share.
     """
     paths = folder.glob("*.yaml") if folder.is_dir() else ()
     return sorted(path.stem for path in paths if not path.name.startswith(("_", ".")))
@@ -81,7 +84,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def users_conf() -> Path | None:
-    """Return the path of the user's ./conf; None if there is no such directory."""
+    """Return the path of ./conf if it contains configs for exp; otherwise None."""
     directory = Path.cwd() / "conf"
     return directory if is_users_conf(directory) else None
 
@@ -89,8 +92,9 @@ def users_conf() -> Path | None:
 def is_users_conf(directory: Path) -> bool:
     """Return whether a directory contains configs of a user for exp.
 
-    It must have a folder or file with the same name as one in exp's own directory of configs, and be a different
-    directory.
+    The directory must contain a folder or file with a name that also exists in exp's own directory of configs. exp's
+    own
+    directory does not count.
     """
     if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
         return False
@@ -99,9 +103,10 @@ def is_users_conf(directory: Path) -> bool:
 
 
 def make_importable() -> None:
-    """Make the modules next to the user's ./conf importable, by adding the working directory to sys.path.
+    """Add the working directory to sys.path if it contains a ./conf for exp, so that the user's modules can be
+    imported.
 
-    The directory is added at the end, so that no module in the directory hides an installed package.
+    The directory is added at the end, so that a module in the directory does not hide an installed package.
     """
     here = str(Path.cwd())
     if users_conf() is not None and here not in sys.path and "" not in sys.path:
@@ -119,10 +124,11 @@ def _points(_path: tuple[str, ...]) -> Sequence[importlib.metadata.EntryPoint]:
 
 
 def plugin_places() -> list[Place]:
-    """Return the directories of configs of installed plug-ins, sorted by name.
+    """Return the directories of configs of installed plug-ins, sorted by the name of the plug-in.
 
-    A plug-in has an `exp.conf` entry point that names a package. Configs are in the directory `conf` of the package or,
-    if there is no such directory, in the package.
+    A plug-in has an `exp.conf` entry point that names a package. The configs are in the directory `conf` of the
+    package.
+    If this directory does not exist, the configs are in the directory of the package.
     """
     places = []
     for point in conf_points():
@@ -149,7 +155,8 @@ def _conf_of(dotted: str) -> Path | None:
 def display_path(path: Path | str) -> str:
     """Return the path of a config file for messages.
 
-    A path in the working directory is relative to it. A path of exp's own configs begins with `exp/conf`.
+    If the file is in the working directory, the path is relative to this directory. If the file is one of exp's own
+    configs, the path begins with `exp/conf`.
     """
     path = Path(path)
     for candidate in (path, path.resolve()):

@@ -137,7 +137,7 @@ class Checkpointing(Callback):
         finally:
             self._position = None
 
-    # --- when ---
+    # --- the points at which checkpoints are written ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # A ModelCheckpoint without a dirpath would write to the folder of a logger.
@@ -218,7 +218,7 @@ class Checkpointing(Callback):
             elif trainer.is_global_zero:
                 _io(trainer).copy_checkpoint(self.last_path, self.best_path)
 
-    # --- the best ---
+    # --- the best value ---
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before_validation = trainer.callback_metrics.get(str(self.monitor))
@@ -279,7 +279,7 @@ class Checkpointing(Callback):
             )
         self.best = best
 
-    # --- the content ---
+    # --- the content of a checkpoint ---
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: State) -> None:
         if self._position is None:
@@ -311,8 +311,8 @@ class Checkpointing(Callback):
         try:
             _io(trainer).settle()
         except OSError as error:
-            log.error("%s", error)  # only logged, because the earlier error ends the run and may be the cause
-        # A best value was found, but best.ckpt was never written.
+            log.error("%s", error)  # not raised, because an earlier error ends the run and may be the cause
+        # Delete a best value for which best.ckpt was never written, so that the report does not contain the value.
         if self._is_better and not self.best_path.is_file():
             self.best = None
 

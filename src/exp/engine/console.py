@@ -179,7 +179,7 @@ class Lines:
             self.milestone(view)
 
     def milestone(self, view: View) -> None:
-        """Show the view at the end of an epoch or a validation."""
+        """Write a line at the end of an epoch or a validation, unless the last line was written recently."""
         self._waiting = view
         if time.monotonic() - self._written >= LINE_SECONDS:
             self._write(view)

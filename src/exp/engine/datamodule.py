@@ -248,7 +248,7 @@ class Batches:
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Load nothing."""
+        """Do nothing, because the state is empty."""
 
 
 class PlainBatches(Batches):

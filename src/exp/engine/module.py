@@ -197,7 +197,7 @@ class TrainingModule(LightningModule):
             super().__setattr__(name, value)
 
     def values_of(self, stage: Stage) -> EpochValues:
-        """Return the loss sums and metrics of a stage's epoch."""
+        """Return the loss sums and metrics of the current epoch of a stage."""
         values = self.epoch_values[f"{stage}_values"]
         assert isinstance(values, EpochValues)
         return values
@@ -358,7 +358,7 @@ class TrainingModule(LightningModule):
             self.observer.evaluated(stage, values)
 
     def _add(self, stage: Stage, values: Values, means: Sequence[Mean]) -> None:
-        """Add a batch to the sums and metrics of a stage's epoch. An empty batch has no means and adds nothing."""
+        """Add a batch to the loss sums and metrics of a stage. If the batch is empty and has no means, add nothing."""
         epoch_values = self.values_of(stage)
         seen = epoch_values.read(values) if epoch_values.measures else None
         if means:

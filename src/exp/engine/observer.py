@@ -54,34 +54,34 @@ class StepObserver:
     watches_forward = False
 
     def around_forward(self, data: object) -> AbstractContextManager[None]:
-        """Return a context for the forward and the objective of a micro-batch."""
+        """Return a context that observes the forward and the objective of a micro-batch."""
         return nullcontext()
 
     def after_forward(self, values: Values) -> None:
-        """Run after the forward and the objective.
+        """Observe the values after the forward and the objective of a micro-batch.
 
         Args:
             values: Values by name, as `forward_by_name` returns them.
         """
 
     def after_backward(self) -> None:
-        """Run after the backward of a micro-batch of a phase."""
+        """Observe the end of the backward of a micro-batch."""
 
     def after_clipping(self) -> None:
-        """Run after gradient clipping, before the optimizer step."""
+        """Observe the gradients after clipping, before the optimizer step."""
 
     def after_phase(self) -> None:
-        """Run after the optimizer step of a phase."""
+        """Observe the end of the optimizer step of a phase."""
 
     def begin_turn(self, turn: Turn) -> None:
-        """Run when a pass over the micro-batches begins, and when the last pass of a step has ended.
+        """Observe the start of a pass over the micro-batches, and the end of the last pass of a step.
 
         Args:
-            turn: The pass that begins. WHOLE_STEP if the last pass of the step has ended.
+            turn: The pass that starts. WHOLE_STEP if the last pass of the step has ended.
         """
 
     def evaluated(self, stage: Stage, values: Values) -> None:
-        """Run for each evaluation batch that has samples on this rank."""
+        """Observe the values of an evaluation batch that has samples on this rank."""
 
 
 UNOBSERVED = StepObserver()

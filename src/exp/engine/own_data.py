@@ -144,4 +144,4 @@ class PositionedLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Load nothing."""
+        """Do nothing, because the state is empty."""

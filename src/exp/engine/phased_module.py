@@ -1,7 +1,7 @@
 """Training module of a run with phases: several backward passes and several optimizers in one step.
 
 for each micro-batch of a step (trainer.accumulate_grad_batches)          Lightning's loop
-    training_step                         keeps the micro-batch; backward and zero_grad do nothing
+    training_step                         stores the micro-batch; backward and zero_grad do nothing
 at the last micro-batch: optimizer_step
     for each phase that is due, repeats times
         for each micro-batch: reseed, forward and terms of the phase, scaled backward into its parameters

@@ -193,7 +193,7 @@ class StepRecording(Callback, ABC):
     # --- writing ---
 
     def flush(self, trainer: Trainer) -> None:
-        """Write the buffered steps. Every rank must call this method at the same step.
+        """Write the buffered steps to the loggers. Every rank must call this method at the same step.
 
         Raises:
             NonFiniteError: A loss is not finite.

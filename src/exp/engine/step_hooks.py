@@ -427,7 +427,7 @@ def values_of(
         raise
     if not found:
         return {}
-    if type(found) is not dict and not isinstance(found, Mapping):  # comparing types takes a seventh of the time
+    if type(found) is not dict and not isinstance(found, Mapping):  # isinstance alone takes 7 times as long
         raise RunError(
             f"hooks.{hook.name}: {type(hook).__name__}.{method} returned a {type(found).__name__}; expected a mapping "
             "of tags to values, or None"

@@ -31,7 +31,7 @@ MOST_OF_LINE = 2**20
 
 
 def _pruner(name: Pruner, *, epochs: int | None) -> BasePruner:
-    """Return Optuna's pruner with a name. The pruners `asha` and `hyperband` keep a third of the trials at each rung.
+    """Return the Optuna pruner for a name. `asha` and `hyperband` keep a third of the trials at each rung.
 
     Args:
         name: Name of the pruner.

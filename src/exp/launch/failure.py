@@ -48,12 +48,12 @@ class Failure:
             "death": the rank was killed, or exited without a message.
             "hang": a step took longer than runtime.step_timeout.
             "interrupted": a signal ended the run.
-        reason: Reason in one line, as the end of a sentence about the rank.
+        reason: Reason in one line. It continues a sentence that begins with "rank 3", for example.
         detail: Traceback, stack or end of a log. Empty for known errors.
         exit_status: Exit status of the rank.
         errors: Errors in the config. Each dict has the fields of ErrorDetails.
         signum: Signal that interrupted the rank. None: the rank was not interrupted.
-        checkpoint: Checkpoint that an interrupted rank saved. None: it saved none.
+        checkpoint: Path of the checkpoint that an interrupted rank saved. None: the rank saved no checkpoint.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Failure:
     checkpoint: str | None = None
 
     def error(self) -> ExpError:
-        """Return the exception that the process that started the ranks raises for this failure."""
+        """Return the exception for this failure. The process that started the ranks raises the exception."""
         if self.kind == "interrupted" and self.signum is not None:
             return Interrupted(signum=self.signum, checkpoint=self.checkpoint, detail=self.detail)
         if self.kind == "config" and self.errors:
@@ -86,8 +86,7 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return failure_of(Interrupted(signum=signal.SIGINT, checkpoint=None), rank=rank)
     if isinstance(error, UserCodeError):
-        # The kind is that of the cause, which may be a "peer": a restart may succeed, and another rank may have failed
-        # first.
+        # The kind is that of the cause. For example, the kind "peer" means that a restart may succeed.
         kind: Kind = "bug" if error.__cause__ is None else failure_of(error.__cause__, rank=rank).kind
         detail = redact(f"{error.what}\n{error.frames}".rstrip())
         return failure(kind=kind, reason=redact(f"failed with {error.cause}"), detail=detail)
@@ -102,12 +101,12 @@ def failure_of(error: BaseException, *, rank: int) -> Failure:
 
 
 def death(*, rank: int, returncode: int, detail: str) -> Failure:
-    """Return the failure of a rank that ended without writing a failure.
+    """Return the failure of a rank that died without writing a failure.
 
     Args:
         rank: Global rank.
-        returncode: Return code as in subprocess, such as -9 after SIGKILL.
-        detail: End of the rank's output.
+        returncode: Return code as defined by subprocess, such as -9 after SIGKILL.
+        detail: Last lines of the output of the rank.
     """
     if returncode < 0:
         names = {int(one): one.name for one in signal.Signals}
@@ -158,8 +157,7 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
     1. The earliest death, or else the earliest hang. A death causes exceptions in other ranks.
     2. The earliest exception: "config", "known" or "bug".
     3. The earliest interruption.
-    4. The earliest "peer". If the rank waited for another rank until a timeout, the returned failure names a
-       rank that does not respond.
+    4. The earliest "peer". If its rank waited for another rank until a timeout, the failure names the silent rank.
 
     Args:
         failures: Failures of ranks, at least one.

@@ -1,4 +1,4 @@
-"""Start a process for each rank of a frozen run, and wait until all ranks have ended.
+"""Launcher that starts a process for each rank of a frozen run, and waits until all ranks have ended.
 
 Each rank runs `python -m exp.worker DIRECTORY`, which reads the frozen config of the run directory. A run for which
 `in_process` returns True can train in the current process instead.
@@ -65,7 +65,8 @@ def launch(
         grace_seconds: Time in seconds for the ranks to save and exit after a signal; see `Grace`.
         worker: Module that each rank runs.
         resume: Checkpoint to resume from. None: the checkpoint in the config, if any.
-        allow: Packages of `security.allow`. A rank ignores this key in its frozen config.
+        allow: Packages of `security.allow`. They are passed on the command line, because a rank ignores this key in its
+            config.
 
     Raises:
         RankError: A rank failed. The error describes the rank that failed first.
@@ -139,8 +140,8 @@ def _once(
         command: Module that each rank runs, and its arguments.
         directory: Run directory.
         world_size: Number of ranks.
-        threads: See `launch`.
-        grace_seconds: See `launch`.
+        threads: Number of intra-op threads of each rank; see `launch`.
+        grace_seconds: Time in seconds for the ranks to exit after a signal; see `launch`.
     """
     try:
         exchange = Path(tempfile.mkdtemp(prefix=".launch-", dir=directory))

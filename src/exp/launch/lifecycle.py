@@ -1,4 +1,4 @@
-"""Run a rank in its process.
+"""Functions that run a rank in its process.
 
 If the rank fails, its process writes the reason to a file. If the parent of the process ends, the process ends, too.
 """

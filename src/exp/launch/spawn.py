@@ -1,4 +1,4 @@
-"""Start a process for each rank on this machine, with a clean environment and a separate session."""
+"""Functions that start a process for each rank on this machine, with a clean environment and a separate session."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankProcess:
     Args:
         rank: Global rank.
         process: Process of the rank.
-        log: File of the rank's output. None: rank 0, which prints on the terminal.
+        log: File for the output of the rank. None for rank 0, which prints on the terminal.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Wait until all ranks of a launch have ended.
+"""Functions that wait until all ranks of a launch have ended.
 
 If one rank fails, the other ranks are ended. A signal to this process is passed on to the ranks. A second signal kills
 the ranks.
@@ -26,8 +26,7 @@ POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.5
 PEER_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
-# The number of bytes to read at the end of a log, and the number of lines in an error message. A stack of faulthandler
-# has up to 100 lines.
+# Number of bytes that are read at the end of a log, and number of lines of a log in an error message.
 LOG_BYTES, LOG_LINES = 20_000, 40
 
 
@@ -64,7 +63,7 @@ class Grace:
     handle the signal, because Python runs signal handlers only between bytecode instructions.
 
     Args:
-        seconds: Time limit in seconds. It starts again while files of checkpoints grow.
+        seconds: Time limit in seconds. The limit starts again if files of checkpoints have grown when it passes.
         checkpoints: Folder of the checkpoints.
     """
 
@@ -101,7 +100,7 @@ class Grace:
 
 
 def supervise(ranks: Sequence[RankProcess], *, exchange: Path, received: Sequence[int], grace: Grace) -> Failure | None:
-    """Wait until all ranks have ended.
+    """Wait until all ranks have ended. If a rank fails, end the other ranks.
 
     Args:
         ranks: Started ranks.

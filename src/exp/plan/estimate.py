@@ -36,9 +36,9 @@ class Estimate:
         footprint: Memory and communication of the strategy.
         places: Memory of each device, in descending order.
         time: Time of an optimizer step. None if the device is unknown.
-        batch: data.batch_size of the run.
+        batch: Value of data.batch_size for which the estimate is computed.
         micro_batches: Number of micro-batches in an optimizer step.
-        notes: Values that are approximate or unknown, with the reason.
+        notes: Texts that name approximate or unknown values, with the reasons.
     """
 
     network: nn.Module
@@ -57,7 +57,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates memory and time of a run, also for other batch sizes.
+    """Estimator of the memory and time of a run, also for other batch sizes.
 
     Args:
         plan: Plan of the run. It must be possible to build the network on the meta device.

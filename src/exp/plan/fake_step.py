@@ -1,4 +1,4 @@
-"""A training step on fake tensors, which have shapes, dtypes and storages but use no memory for numbers.
+"""A training step on fake tensors, which have shapes, dtypes and storages, but no numbers in memory.
 
 The network is built on the meta device, and its tensors are replaced by fake CPU tensors. The step keeps the same
 activations for the backward as a run on a CPU. CUDA kernels keep the same activations, except for cuDNN and CUDA's

@@ -97,7 +97,7 @@ def search(plan: Plan, *, limit: int | None, other: Callable[[Sequence[str]], Es
 
     Args:
         plan: Plan of the run.
-        limit: Bytes of each device. None is no limit.
+        limit: Memory of each device in bytes. None: no limit.
         other: Function that returns the estimator of the run with additional overrides. It returns None if the config
             then has an error.
     """

@@ -79,7 +79,7 @@ class PlaceMemory:
 
 
 class OptimizerState:
-    """Computes the size of the optimizer state by running an optimizer step on fake tensors.
+    """Calculator of the size of the optimizer state, which runs an optimizer step on fake tensors.
 
     Args:
         plan: Plan of the run.

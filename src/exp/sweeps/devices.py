@@ -1,4 +1,4 @@
-"""The division of the machine among the jobs of a sweep: number of jobs at a time, GPUs and threads of each job.
+"""The resources of the jobs of a sweep: number of simultaneous jobs, and GPUs and threads of each job.
 
 No function in this module initializes CUDA, because a process that has initialized CUDA must not fork.
 """
@@ -17,7 +17,7 @@ from exp.config.settings import settings_of
 from exp.errors import config_error
 from exp.strategies.placement import Demand, Machine, Placement, placement, this_machine
 
-# Type of sweep.jobs: the number of jobs at a time, or auto.
+# Type of sweep.jobs: the number of jobs that run at the same time, or auto.
 Jobs = int | Literal["auto"]
 # Type of sweep.devices_per_job: a number of GPUs, or a fraction below 1 of one GPU.
 PerJob = float | Literal["auto"]
@@ -30,8 +30,9 @@ class Need:
 
     Attributes:
         ranks: Number of processes of the job.
-        gpus: Number of GPUs, or a fraction below 1 if jobs share a GPU. 0 on any other device.
-        is_alone: Whether no other job may run at the same time. True if launch.devices lists GPUs, and on Apple's GPU.
+        gpus: Number of GPUs, or a fraction below 1 if jobs share a GPU. 0 if the job runs on a CPU or on Apple's GPU.
+        is_alone: Whether no other job may run at the same time. True if launch.devices lists GPUs, or if the job runs
+            on Apple's GPU.
     """
 
     ranks: int = 1
@@ -40,12 +41,12 @@ class Need:
 
     @property
     def visible(self) -> int:
-        """Number of GPUs that the job uses, whole or in part."""
+        """Number of GPUs that the job can see. A fraction of a GPU counts as one GPU."""
         return math.ceil(self.gpus)
 
 
 def need_settings(config: DictConfig) -> str:
-    """Return the settings that determine the processes and GPUs of a job, as text.
+    """Return a text with the settings that determine the processes and GPUs of a job.
 
     Jobs with equal texts need the same processes and GPUs.
     """
@@ -129,8 +130,8 @@ def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:
 
     Args:
         needs: Needs of all jobs. The job with the largest need determines the number.
-        jobs: Value of sweep.jobs. `auto` gives each job its GPUs or its fraction of a GPU, and on a CPU one core per
-            rank.
+        jobs: Value of sweep.jobs. With `auto`, each job gets the GPUs or the fraction of a GPU that it needs. On a CPU,
+            each rank gets one core.
         machine: Description of the machine.
     """
     return min((_slots(one, jobs=jobs, machine=machine) for one in needs), default=1)
@@ -181,7 +182,7 @@ class Devices:
         """Assign the least loaded GPUs to a job, and return their names.
 
         Returns:
-            Names of the GPUs. Empty if the job needs no GPU, or its config lists its GPUs.
+            Names of the GPUs. Empty if the job needs no GPU, or if launch.devices lists the GPUs.
         """
         if not need.gpus or need.is_alone:
             return ()

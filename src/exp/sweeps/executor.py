@@ -45,9 +45,9 @@ class Unstacked(RunError):
 
 
 class Executor(Protocol):
-    """Runs several jobs at a time, each in a separate process, so that a crash does not affect other jobs.
+    """Interface for running jobs in separate processes, so that the crash of a job does not affect other jobs.
 
-    One process may also run several jobs, which are then trained together as a stack.
+    A process runs one job, or a stack: several jobs that are trained together.
     """
 
     @property
@@ -64,7 +64,8 @@ class Executor(Protocol):
         The caller ensures that at most `slots` processes run at the same time.
 
         Args:
-            jobs: Checked jobs. A job resumes from its newest checkpoint if its run directory has a config.yaml.
+            jobs: Checked jobs: one job, or the jobs of a stack. A job resumes from its newest checkpoint if its run
+                directory has a config.yaml.
         """
 
     def ends(self, timeout: float) -> list[End]:
@@ -81,7 +82,7 @@ class Executor(Protocol):
     def end(self, signum: int) -> None:
         """Send a signal to every running job.
 
-        The first call lets jobs save their state; a second call kills the jobs.
+        After the first call, jobs save their state and end. A second call kills the jobs.
         """
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ MODULES = (
     "exp.report_pictures",
     "exp.strategies.auto",
     "exp.tensorboard.logger",
-    # Imported lazily for class counts and pictures.
+    # Modules that are otherwise imported during a run, for class counts and pictures.
     "numpy.ma",
     "PIL.PngImagePlugin",
 )
@@ -69,7 +69,7 @@ def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed
             try:
                 need = _show_gpus(config, outer, known)
             except Exception:
-                validate(config, before)  # its error has more details
+                validate(config, before)  # the error of `validate` has more details
                 raise
             before = validate(config, before)
         except ExpError as error:
@@ -129,7 +129,7 @@ def run_job(fit: Callable[[DictConfig], Report], config: DictConfig) -> Report |
 
 
 class JobProcesses:
-    """Checks jobs in one process, and runs each job in a separate process.
+    """Checker and runner of jobs. All jobs are checked in one process, and each job runs in a separate process.
 
     Args:
         fit: Function that runs a job: exp.start.fit_job. Another process must be able to import it by name.
@@ -137,7 +137,7 @@ class JobProcesses:
             by name.
 
     Attributes:
-        needs: Needs of the checked jobs and the machine. The keys are results of `need_settings`.
+        needs: For each result of `need_settings`, the need of the jobs with these settings, and the machine.
     """
 
     def __init__(self, fit: Callable[[DictConfig], Report], validate: Validate) -> None:
@@ -159,7 +159,7 @@ class JobProcesses:
         One process checks all jobs. If this process dies, another process checks the remaining jobs.
 
         Raises:
-            ExpError: An error occurred that no config causes.
+            ExpError: The check failed with an error that does not depend on a config.
             Interrupted: A signal arrived.
         """
         found: list[ConfigError | None] = []
@@ -201,7 +201,7 @@ class JobProcesses:
 
 
 def dead_job(directory: Path, died: Died) -> RunError:
-    """Return the error of a job if its process ended without a result."""
+    """Return the error of a job after its process ended without a result."""
     return RunError(f"the process of the job {died}. Its output is in {os.path.relpath(directory / OUTPUT)}")
 
 

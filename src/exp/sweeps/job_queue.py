@@ -54,10 +54,11 @@ class Searched(Queue):
     groups therefore do not depend on the order in which jobs end.
 
     Args:
-        search: Proposes trials.
+        search: Search that proposes trials.
         make: Function that returns a job. Its arguments are the number of the job, the number of the trial, and the
             values of the swept keys.
-        repeats: Values of the repeated key.
+        repeats: For each repeat of a trial, a dict with the value of the repeated key. One empty dict if there are no
+            repeats.
         group: Function that checks jobs and returns groups of jobs. One process trains each group.
     """
 
@@ -105,8 +106,8 @@ class Searched(Queue):
 def _objective(row: Row, tag: str) -> float:
     """Return the value of a tag that the search compares.
 
-    The value of the monitored tag is its best value. The value of any other tag is its last value, or nan if it has
-    none.
+    For the monitored tag, this is the best value. For any other tag, this is the value in the report, or nan if the tag
+    has no value.
     """
     if tag == row.monitor:
         return row.value

@@ -33,7 +33,8 @@ Plain = Mapping[str, Any]
 MAX_ERRORS = 30
 # Keys of the config that a sweep reads once, before it composes jobs.
 READ_ONCE = ("sweep", "hydra.sweeper", "hydra.launcher", "hydra.sweep.dir")
-# Takes configs as packed by `pack`. Returns the error of each config, or None for a config without errors.
+# Function that checks configs. Its argument contains configs packed by `pack`. It returns the error of each config, or
+# None.
 Check = Callable[[Sequence[bytes]], Sequence[ConfigError | None]]
 
 
@@ -94,7 +95,7 @@ class _Pattern:
         lines: Overrides of the job.
         vocabulary: The config groups and their options.
         pickled: Config of the job, pickled. Unpickling takes a seventh of the time of a deepcopy.
-        raw: Values of the config, interpolations unresolved.
+        raw: Values of the config, with unresolved interpolations.
         reading: Values that the function `read` returns for the config. The check uses these values.
         plain: Same as `Job.plain`.
     """
@@ -126,7 +127,7 @@ class _Pattern:
 
 
 class Jobs:
-    """Composes and checks the jobs of one sweep.
+    """Factory of the jobs of one sweep, which composes and checks their configs.
 
     Args:
         master: Result of `compose_sweep`.
@@ -286,7 +287,7 @@ def with_config(
 
 
 def _settings(config: DictConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values below some keys of the config, by dotted key, interpolations unresolved."""
+    """Return all values of the given config nodes, by dotted key, with unresolved interpolations."""
     raw = Values(raw_values(config))
     return {key: value for key, value in leaves({key: raw[key] for key in keys}) if not isinstance(value, dict)}
 

@@ -1,7 +1,7 @@
 """The files in the directory of a sweep that let the same command resume the sweep.
 
 sweep.json     the overrides of the command, and the settings on which the proposals of a search depend
-jobs.jsonl     one line per job, written before the job starts: its number, its identity, its directory
+jobs.jsonl     one line per job, written before the job starts, with its number, its identity and its directory
 
 The directory is locked while the sweep runs. The files cannot be locked, because each write replaces the file.
 """
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 SETTINGS = "sweep.json"
 JOBS = "jobs.jsonl"
 AUTO = "auto"
-# Keys of the config that do not change the result of a job: names, directories, output, settings of the sweep.
+# Config keys that do not change the result of a job: names, directories, output, settings of the sweep.
 NOT_OF_JOBS = (COMPOSITION, "hydra", "name", "tags", "print_config", "data_dir", "logger", "sweep")
 # When a sweep is killed, its jobs end within this number of seconds.
 DEATH_SECONDS = 10.0
 
 
 def identity_of(plain: Plain) -> str:
-    """Return 16 hexadecimal digits that are equal for jobs that compute the same result.
+    """Return the identity of a job: 16 hexadecimal digits that are equal for jobs with the same result.
 
     Args:
         plain: Config of the job as plain values.
@@ -83,7 +83,7 @@ class Ledger:
         if path.is_file():
             try:
                 content = path.read_bytes()
-                whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have left half a line
+                whole = content[: content.rfind(b"\n") + 1]  # a killed sweep may have written an incomplete last line
                 entries = [_entry(line, directory) for line in whole.splitlines()]
             except (OSError, ValueError, TypeError) as error:
                 raise _damage_error(path, error) from error
@@ -104,12 +104,12 @@ class Ledger:
         return found.pop(0) if found else None
 
     def next_number(self) -> int:
-        """Return a job number that no job of the earlier sweep has."""
+        """Return a new job number, which no job of the earlier sweep has."""
         self._next += 1
         return self._next - 1
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Append jobs that are about to start to jobs.jsonl."""
+        """Append entries of jobs to jobs.jsonl, before these jobs start."""
         lines = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)
         with (self.directory / JOBS).open("a", encoding="utf-8") as file:
             file.write(lines)
@@ -117,7 +117,7 @@ class Ledger:
             os.fsync(file.fileno())
 
     def report_of(self, job: Job, *, retries_failed: bool) -> Report | None:
-        """Return the report of a job that an earlier sweep finished.
+        """Return the report of a job that ended in an earlier sweep.
 
         Args:
             job: Job with a run directory.
@@ -149,7 +149,8 @@ class Ledger:
             search: Settings on which the proposals of a search depend. None for a grid.
 
         Raises:
-            ConfigError: The earlier sweep is a grid and this one a search, or the reverse, or the two searches differ.
+            ConfigError: One of the sweeps is a grid and the other is a search, or the two searches have different
+                settings.
         """
         before = self._settings()
         if before is not None:
@@ -248,7 +249,7 @@ def find_sweep(wanted: str, *, new: Path) -> Path | None:
 
 def is_sweep(directory: Path) -> bool:
     """Return whether a directory is the directory of a sweep."""
-    # os.path.isfile returns False for a directory that cannot be read; Path.is_file raises an exception.
+    # os.path.isfile is used, because Path.is_file raises an exception for a directory that cannot be read.
     if any(os.path.isfile(directory / name) for name in (SETTINGS, JOBS)):
         return True
     # A run directory may also have a table.csv, but next to a config.yaml.
@@ -284,7 +285,7 @@ def _running_error(directory: Path) -> ConfigError:
 
 
 def clear_unfrozen(directory: Path) -> None:
-    """Remove the run directory of a job if its process ended before it wrote config.yaml.
+    """Remove the run directory of a job that ended before its config.yaml was written.
 
     Raises:
         RunError: A process of the job still runs after DEATH_SECONDS.

@@ -36,11 +36,11 @@ def outcomes(
     most_threads: int,
     fit: Callable[[DictConfig], Report],
 ) -> Iterator[tuple[int, Report | ExpError]]:
-    """Run a job or a stack of jobs in this process.
+    """Run a job or a stack of jobs in this process, and yield the results.
 
     Args:
         jobs: Jobs with existing run directories.
-        most_threads: Largest number of operator threads per rank, if a config sets none.
+        most_threads: Largest number of CPU threads per rank for operators, for configs that set no number.
         fit: Function that runs a job that is not in a stack.
 
     Yields:
@@ -97,7 +97,7 @@ class _Running:
 
 
 class LocalExecutor:
-    """Runs jobs at the same time on this machine.
+    """Executor that runs jobs at the same time on this machine.
 
     Args:
         processes: Object that checks jobs and starts the server.
@@ -191,7 +191,8 @@ class LocalExecutor:
                 self._devices.release(one.gpus, one.need)
             for job in map(one.jobs.__getitem__, one.waiting):
                 if job.is_stacked and not self._signals:
-                    # Any of the jobs may have ended the process. Each job runs again alone, so only that job fails.
+                    # Any job of the stack may have crashed the process. Each job runs again alone, so that only the job
+                    # with the error fails.
                     outcome = Unstacked(f"the process of the stack {died}")
                 else:
                     outcome = self._bad_end(cast(Path, job.directory), died)

@@ -54,7 +54,7 @@ class Progress:
     """The position in training that all members of a stack share.
 
     Attributes:
-        epoch, batch, step, batches: Same fields as in `Position`.
+        epoch, batch, step, batches: Same as the fields of `exp.engine.progress.Position`.
         began: Start of the training in this process, from `time.monotonic`.
         ended: End of the training in this process, from `time.monotonic`. None while the training runs.
     """
@@ -101,7 +101,8 @@ class MemberLog:
         """Open the loggers and log the description of the run.
 
         Args:
-            step: First optimizer step of this training. Values from this step on are removed from the event file.
+            step: First optimizer step that this process trains. Values of this and later steps are removed from the
+                event file.
         """
         for name, logger in build_loggers(self._settings, self._directory).items():
             if isinstance(logger, RunLogger) and has_begun(logger, name=f"logger.{name}"):
@@ -168,7 +169,7 @@ class MemberUpdates:
             clip(self.parameters, value=value, algorithm=algorithm, strategy=HERE)
 
     def note_rates(self, values: Numbers, *, is_written: bool) -> None:
-        """Add learning rates to `values` if they changed since the last call, or if the step is written.
+        """Add learning rates to `values` if the rates changed since the last call, or if this step is written.
 
         Args:
             values: Values of the step by tag. The learning rates are added in place.
@@ -199,7 +200,7 @@ class Member:
 
     Args:
         place: Index of the job in the list of jobs passed to `exp.sweeps.stack.train`.
-        decided: Plan of the stack.
+        decided: Plan that all members of the stack share.
         plain: Config of the job as plain values, interpolations resolved.
         text: Text of the config.yaml of the job.
         directory: Run directory, with a frozen config. The job resumes if the directory has a checkpoint.
@@ -250,7 +251,7 @@ class Member:
         self._text = text
         self._epoch_sum, self._epoch_size = 0.0, 0
         self._seconds_before = 0.0
-        # Closing the stack unlocks the run directory.
+        # Closing this ExitStack unlocks the run directory.
         self.hold = contextlib.ExitStack()
         # Copy of the best state in memory. The test stage loads the copy instead of best.ckpt.
         self._best_state: checkpoint.State | None = None
@@ -366,7 +367,7 @@ class Member:
         return True
 
     def load_best(self) -> None:
-        """Load the best weights for the test stage. Keep the last weights if there is no best checkpoint."""
+        """Load the best weights for the test stage. If the job has no best checkpoint, keep the last weights."""
         if self.best is not None:
             state = self._best_state or checkpoint.read_checkpoint(self._best_path)
             self.module.load_state_dict(state["state_dict"])
@@ -389,7 +390,7 @@ class Member:
             "global_step": step,
             "pytorch-lightning_version": lightning.__version__,
             "state_dict": self.module.state_dict(),
-            # On resume, Checkpointing computes the state of the fit loop. Other loops start from zero.
+            # The loops have no state, because Checkpointing computes the state of the fit loop on resume.
             "loops": {f"{name}_loop": {} for name in ("fit", "validate", "test", "predict")},
             "callbacks": {},
             **self.updates.state(),

@@ -45,9 +45,9 @@ class Row:
         swept: Values of the swept keys as text, by key.
         status: Status in the report of the job, or `NOT_STARTED`.
         monitor: Monitored tag. None if the job monitors no tag.
-        mode: Direction of the monitored tag.
+        mode: `min` if smaller values of the monitored tag are better, `max` if larger values are better.
         value: Best value of the monitored tag. nan if there is no value.
-        step: Optimizer step of the value.
+        step: Optimizer step at which the value was computed. None if there is no value.
         metrics: Values of all tags. Values of evaluation tags are those of the best checkpoint.
         seconds: Duration of the job in seconds. nan if it is unknown.
         peak_memory_mib: Peak memory in MiB. None if it was not measured.
@@ -130,7 +130,7 @@ def _sign(rows: Sequence[Row]) -> int:
 
 
 def repeats_of(rows: Sequence[Row], *, over: str) -> list[Repeats]:
-    """Return the rows in groups that differ only in the repeated key.
+    """Return groups of rows. Rows of a group differ only in the value of the repeated key.
 
     Args:
         rows: Rows of all jobs.
@@ -189,8 +189,7 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
     Args:
         directory: Directory of the sweep.
         rows: Rows of all jobs.
-        repeat_over: The repeated key. If given, table.md has a second table with the mean, deviation and number of the
-            repeats.
+        repeat_over: The repeated key. If given, table.md has a second table with one row for each group of repeats.
     """
     header, cells = table_cells(rows)
     text = io.StringIO()
@@ -200,7 +199,7 @@ def write_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None
 
 
 def print_table(directory: Path, rows: Sequence[Row], *, repeat_over: str | None = None) -> None:
-    """Print the table, the best job, and commands that show more.
+    """Print the table, the best job, and commands that show further results.
 
     Args:
         directory: Directory of the sweep.
@@ -333,12 +332,12 @@ def table_cells(rows: Sequence[Row], *, results: bool = False) -> tuple[list[str
 
     Args:
         rows: Rows of the table.
-        results: Whether the columns of tags are only losses and metrics. Otherwise, all logged tags are columns.
+        results: Whether only losses and metrics are columns. If false, all logged tags are columns. Default: False.
     """
     swept, monitors = differing_keys(rows), monitors_of(rows)
     metrics = sorted({tag for row in rows for tag in row.metrics})
     if results:
-        # Keep <metric>/<stage> and loss/<stage>/<term>. Hooks log dozens of tags per layer.
+        # Keep only <metric>/<stage> and loss/<stage>/<term>, because hooks log dozens of tags per layer.
         metrics = [tag for tag in metrics if tag.split("/")[1:2] and tag.split("/")[1] in STAGES]
         metrics = [tag for tag in metrics if tag.count("/") == 1 or tag.startswith("loss/")]
     facts = ["step", *metrics, "seconds", "peak_mib", "directory", "error"]

@@ -5,8 +5,8 @@ proposed when all trials up to n - `width` have results. The sampler receives re
 resumed search therefore makes the same proposals again, and compares them with the recorded proposals.
 
     proposals   an Optuna study in memory, which receives results in the order of trial numbers
-    record      sweep.journal in the directory of the sweep: jobs report values to it, pruners and optuna-dashboard
-                read it
+    record      sweep.journal in the directory of the sweep; jobs write their values to this file, and pruners and
+                optuna-dashboard read it
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BLIND = ("random", "qmc")
 
 
 class Search:
-    """Proposes the trials of a sweep, and accepts their results in any order.
+    """Search that proposes the trials of a sweep, and accepts the results of trials in any order.
 
     Args:
-        space: Axes for which the sampler draws values.
+        space: Swept keys for which the sampler draws values.
         sampler: Name of the sampler.
         trials: Number of trials.
         seed: Seed of the sampler.
@@ -47,7 +47,7 @@ class Search:
         directory: Directory of the sweep.
 
     Attributes:
-        is_blind: Whether proposals do not depend on results.
+        is_blind: Whether the sampler ignores results.
 
     Raises:
         MissingExtraError: Optuna is not installed.
@@ -169,7 +169,7 @@ class Search:
 
 
 def _draw(trial: Trial, axis: Axis) -> str:
-    """Return a value of an axis, drawn by the sampler, as text."""
+    """Let the sampler draw a value of a swept key, and return the value as text."""
     if not axis.is_interval:
         return str(trial.suggest_categorical(axis.name, list(axis.texts)))
     if axis.is_integer:

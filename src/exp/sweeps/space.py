@@ -1,4 +1,4 @@
-"""The values of a sweep. A grid combines lists of values. A search draws from lists and intervals.
+"""The swept keys of a sweep. A grid combines lists of values. A search draws values from lists and intervals.
 
     optimizer.lr=1e-3,1e-2   seed=range(0,10)   model=glob(m*)                             lists
     optimizer.lr=tag(log,interval(1e-5,1e-1))   data.batch_size=int(interval(16,256))      intervals
@@ -40,7 +40,7 @@ class Axis:
         low: Lower end of an interval, included.
         high: Upper end of an interval, included.
         is_log: Whether the logarithm of the numbers is drawn uniformly.
-        is_integer: Whether the interval has only integers.
+        is_integer: Whether only integers are drawn from the interval.
         is_interval: Whether the values are an interval. Otherwise they are a list.
         when: Values of other keys for which this key is swept. None: the key is always swept.
         is_range: Whether `texts` are the numbers of a range in ascending or descending order.
@@ -105,7 +105,7 @@ class Space:
         return any(axis.is_interval for axis in self.axes)
 
     def axis(self, name: str) -> Axis | None:
-        """Return the axis of a key. Return None if the key is not swept."""
+        """Return the Axis object of a key. Return None if the key is not swept."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
     def overrides(self, values: Combination) -> list[str]:
@@ -181,8 +181,8 @@ def space_of(config: DictConfig, vocabulary: Vocabulary) -> Space:
         vocabulary: The config groups and their options.
 
     Raises:
-        ConfigError: An interval is not valid, a list is empty or has a value twice, a condition never holds, or there
-            are too many jobs.
+        ConfigError: An interval is not valid, a list is empty or contains a value twice, a condition is never
+            fulfilled, or the grid has too many jobs.
     """
     axes: list[Axis] = []
     fixed: list[str] = []
@@ -282,10 +282,11 @@ def no_job(key: str) -> ErrorDetails:
 
 
 def _axis(line: Override, vocabulary: Vocabulary) -> tuple[list[ErrorDetails], Axis]:
-    """Return the errors and the axis of an override."""
+    """Return the errors of a swept override, and its Axis object."""
     name, key, value = line.key_or_group, line.get_key_element(), line.value()
     if isinstance(value, IntervalSweep):
-        # Keep int or float, because the repr of an axis in sweep.json is compared when a search is resumed.
+        # Keep the type int or float, because a resumed search compares the repr of the axis with the text in
+        # sweep.json.
         low, high, got = cast(float, value.start), cast(float, value.end), str(line.get_value_string())
         is_log, is_integer = "log" in value.tags, isinstance(low, int) and isinstance(high, int)
         axis = Axis(key=key, low=low, high=high, is_log=is_log, is_integer=is_integer, is_interval=True)

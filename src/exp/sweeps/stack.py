@@ -1,6 +1,6 @@
 """Training of several jobs of a sweep in one process, as a stack.
 
-One vmap call computes the gradients of all members. Each member then makes its own optimizer step.
+One vmap call computes the gradients of all members. Then each member makes an optimizer step with a separate optimizer.
 
     per member    run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
     shared        the data, forward and backward, the clock
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 Outcome = tuple[int, Report | ExpError]
 # The shortest time between two saves of all members, in seconds.
 SAVE_SECONDS = 30.0
-# Largest number of members: the weights of more members do not fit into the CPU's cache.
+# Largest number of members of a stack, because the weights of more members do not fit into the cache of the CPU.
 MOST_MEMBERS = 64
 # Largest number of parameters of a stacked network. At this size, 64 members with gradients, two optimizer averages and
 # the best checkpoint take 1.3 GB in float32.
@@ -181,7 +181,7 @@ def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
 
 
 class Stack:
-    """Members at the same position of their runs, trained together.
+    """Several members that are trained together, from the same position of their runs.
 
     If a member fails, the tensors of the member stay in the stack, but its values are no longer logged.
     """
@@ -238,7 +238,8 @@ class Stack:
             if not isinstance(error, ExpError | OSError):
                 log.exception("the stack failed")
             if len(self._running) > 1:
-                # Any member may have caused the error. Each job runs again alone, so only that job fails.
+                # Any member may have caused the error. Each job runs again alone, so that only the job with the error
+                # fails.
                 for member in self._running:
                     member.hold.close()
                     yield member.place, Unstacked(f"the stack ended with {one_line(error)}")
@@ -351,7 +352,7 @@ class Stack:
             self._members[0].module.objective(self._run(network.train(), batch.data), batch)
 
     def _flush(self) -> None:
-        """Log the values of the steps since the last call. A member fails if its loss is not finite."""
+        """Log the values of all steps since the last call. A member with a non-finite loss fails."""
         steps, self._waiting = self._waiting, []
         for index, size, losses, values in steps:
             self._each(functools.partial(Member.write_step, index=index, size=size), values, losses.T.tolist())
@@ -375,7 +376,7 @@ class Stack:
             yield member.place, member.end("interrupted", error=error)
 
     def _loader_of(self, seed: int) -> IndexedLoader:
-        """Return a training loader with the sample order of a seed."""
+        """Return a training loader that shuffles the samples with a seed."""
         loader = self._decided.data.loader("train")
         assert isinstance(loader, IndexedLoader)
         assert isinstance(loader.batches, GlobalBatches)
@@ -416,7 +417,7 @@ def _stack_rows(entries: Sequence[Any], index: Tensor) -> Any:
     """Stack the data of several batches along a new first axis, with one row for each member.
 
     Args:
-        entries: Data of one batch per distinct seed.
+        entries: Data of one batch for each seed. Members with equal seeds share the data.
         index: For each member, the index of its batch in `entries`, `[M]`.
     """
     first = entries[0]

@@ -37,7 +37,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class Unstackable(Exception):
-    """Error of jobs that cannot be trained in a stack, found after their networks and data were built.
+    """Error of jobs that cannot be trained in a stack. It is raised after their networks and data were built.
 
     The message states the reason in one line.
     """
@@ -127,11 +127,11 @@ class StackedNetwork:
                     setattr(module, leaf, row)
 
     def _dropout(self, module: nn.Dropout, rates: Sequence[float]) -> Callable[[Tensor], Tensor]:
-        """Return a forward of a dropout layer with a separate rate for each member.
+        """Return a forward method for a dropout layer, with a separate dropout rate for each member.
 
         Args:
             module: The dropout layer.
-            rates: Rate of each member.
+            rates: Dropout rate of each member.
         """
         by_channel = type(module) is not nn.Dropout
 

@@ -40,7 +40,7 @@ DROPOUTS = {f"torch.nn.Dropout{dimensions}" for dimensions in ("", "1d", "2d", "
 # LBFGS calls the loss several times, and SparseAdam needs sparse gradients. A stack supports neither.
 OTHER_OPTIMIZERS = {"torch.optim.LBFGS", "torch.optim.SparseAdam"}
 
-# Allowed values, followed by the keys that must have one of these values. A missing key is allowed.
+# Pairs of allowed values and config keys. In a stack, each key must have one of these values, or be missing.
 REQUIRED: Sequence[tuple[tuple[object, ...], tuple[str, ...]]] = (
     ((None,), ("module", "resume", "trainer.max_time", "trainer.profiler", "runtime.step_timeout", "runtime.matmul")),
     ((None,), ("checkpoint.every_n_steps", "checkpoint.every_n_minutes")),
@@ -105,7 +105,7 @@ def group_jobs(jobs: Sequence[Job], *, is_left: Callable[[Job], bool], slots: in
     Args:
         jobs: Checked jobs. Jobs that have ended must be included, so that a resumed sweep forms the same stacks.
         is_left: Function that returns whether a job still has to run.
-        slots: Number of processes that run at a time.
+        slots: Number of processes that run at the same time.
     """
     whole = [job for job in jobs if job.error is None]
     left = {place for place, job in enumerate(whole) if is_left(job)}
@@ -168,7 +168,7 @@ def signature(plain: Plain) -> str:
 
 
 def _without_own_values(node: Any) -> Any:
-    """Return a node of a model without initial values and dropout rates, because they may differ within a stack."""
+    """Return a node of a model without initial values and dropout rates, which may differ within a stack."""
     if isinstance(node, list):
         return [_without_own_values(one) for one in node]
     if not isinstance(node, Mapping):

@@ -1,9 +1,9 @@
-"""A sweep, `python -m exp.train -m ...`. The function `sweep` is the whole command.
+"""The command `python -m exp.train -m ...`, which runs a sweep. The function `sweep` runs the whole command.
 
 sweep_settings   the settings of the sweep, and the swept keys
 jobs, search     the jobs of a grid or of a search, composed and checked
 sweep_runner     runs the jobs of a queue through an executor, and records them in the ledger
-sweep_view       the table, the lines on the screen, TensorBoard
+sweep_view       the table, the lines on the screen, and TensorBoard's HParams page
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ LEAST_STACKED = 4
 
 
 class Sweep:
-    """A sweep that composes, checks and runs jobs. Hydra's sweepers call `launch`.
+    """The jobs of a sweep: they are composed, checked and run. Hydra's sweepers call `launch`.
 
     Args:
         master: Result of `compose_sweep`.
         directory: Directory of the sweep.
-        executor: Runs the jobs.
+        executor: Executor that runs the jobs.
         check: Function that checks several configs; see `exp.sweeps.jobs.Check`.
         is_dry: Whether the sweep only checks its jobs, and reports all their errors.
 
     Attributes:
         planned: Jobs of a grid. In a dry run of a search, the jobs that `Space.corners` returns.
-        view: Shows the results.
+        view: Object that shows the results.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Sweep:
         """Write sweep.json with the settings of this sweep.
 
         Raises:
-            ConfigError: The resumed sweep is a grid and this one a search, or the reverse, or the two searches differ.
+            ConfigError: One of the two sweeps is a grid and the other is a search, or the two searches have different
+                settings.
         """
         settings, search = self.settings, None
         if settings.is_search:
@@ -105,7 +106,7 @@ class Sweep:
         """Run the grid or the search that the overrides define.
 
         Raises:
-            ConfigError: A job has an error. No job was started.
+            ConfigError: A job has an error. In this case, no job was started.
             Interrupted: A signal arrived.
         """
         settings = self.settings
@@ -123,7 +124,7 @@ class Sweep:
             first: Number of the first job.
 
         Returns:
-            Hydra's JobReturn of each job, with its monitored value. The value is nan if the job failed.
+            Hydra's JobReturn of each job, with the monitored value of the job. The value is nan if the job failed.
 
         Raises:
             ConfigError: A job of the first batch has an error.
@@ -153,7 +154,8 @@ class Sweep:
 
         Args:
             jobs: Composed jobs.
-            is_first: Whether these are the first jobs of the sweep. Their errors are raised, so that no job starts.
+            is_first: Whether these are the first jobs of the sweep. In this case, errors of jobs are raised, so that no
+                job starts.
 
         Raises:
             ConfigError: One of the first jobs has an error.
@@ -260,14 +262,14 @@ def sweep(master: Composition, *, executor: Executor, check: Check) -> int:
     Args:
         master: Result of `compose_sweep`.
         executor: Runs the jobs.
-        check: Returns the error of each of several configs.
+        check: Function that checks several configs; see `exp.sweeps.jobs.Check`.
 
     Returns:
         Exit status: 0 if every job was completed or pruned, 128 + n if signal n ended the sweep, and 1 otherwise.
 
     Raises:
         ConfigError: A job of the first batch has an error.
-        RunError: The sweep ended without a job, or a file cannot be written.
+        RunError: No job was started, or a file cannot be written.
     """
     wanted = wanted_directory(master)
     resumed = _find_resumed(master, wanted)

@@ -42,14 +42,14 @@ class _Running:
 
 
 class SweepRunner:
-    """Runs the jobs of a sweep.
+    """Loop that runs the jobs of a sweep.
 
     Args:
         directory: Directory of the sweep.
         settings: Settings of the sweep.
-        executor: Runs the jobs.
-        ledger: Records the jobs that start.
-        view: Shows the results.
+        executor: Executor that runs the jobs.
+        ledger: Record to which the started jobs are added.
+        view: Object that shows the results.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SweepRunner:
             try:
                 self._work_off(queue, received)
             except Exception:
-                # The sweep itself failed, for example on a full disk.
+                # The process of the sweep failed, for example because the disk is full.
                 self._end_running(received)
                 raise
         if received:

@@ -34,7 +34,7 @@ from exp.sweeps.space import Axis, Space, space_of
 READ_FIRST = ("sweep", "seed", "monitor", "mode")
 # Prefix of the class names of launchers that run jobs through exp.sweeps.executor.
 OUR_LAUNCHERS = "hydra_plugins.exp."
-# Overrides that do not affect the list of jobs.
+# Prefixes of overrides that only a resumed sweep has. They do not change the jobs of the sweep.
 OF_RESUME = ("sweep.resume=", "sweep.retry_failed=")
 
 
@@ -46,7 +46,7 @@ class SweepSettings:
         values: Node `sweep` of the config.
         overrides: Overrides of the command, except those that resume a sweep.
         monitor: Tag by which jobs are compared. None: jobs are not compared.
-        mode: Direction of the monitored tag.
+        mode: `min` if smaller values of the monitored tag are better, `max` if larger values are better.
         seed: Seed of the search.
         space: Swept keys with their values.
     """
@@ -60,7 +60,7 @@ class SweepSettings:
 
     @property
     def is_search(self) -> bool:
-        """Return whether a sampler draws the values. Otherwise the sweep is a grid of all combinations."""
+        """Return whether a sampler draws the values. If false, the sweep is a grid of all combinations."""
         sampler = self.values["sampler"]
         return sampler != "grid" and (sampler != "auto" or self.space.has_intervals)
 

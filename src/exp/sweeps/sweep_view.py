@@ -21,12 +21,12 @@ from exp.sweeps.results import FINISHED, NOT_STARTED, Row, print_table, write_ta
 from exp.sweeps.sweep_settings import SweepSettings
 
 TENSORBOARD = "exp.tensorboard.logger.TensorBoardLogger"
-# Shortest time between two writes of the table while jobs run, in seconds. Writing 10,000 rows takes about 1 s.
+# Shortest time in seconds between two writes of the table while jobs run. Writing 10,000 rows takes about 1 s.
 TABLE_SECONDS = 5.0
 
 
 class SweepView:
-    """Shows the results of a sweep.
+    """Display of the results of a sweep.
 
     Args:
         directory: Directory of the sweep.

@@ -48,7 +48,7 @@ class DiscriminatorLoss(AbstractTerm):
     """The discriminator's loss: the mean over real samples plus the mean over generated samples.
 
     Args:
-        weight: The factor of this term in the objective, default 1.
+        weight: The factor of this term in the objective. Default: 1.
         loss: `non_saturating` (default), `hinge`, `wasserstein` or `least_squares`. The table at the top of this module
             has the formulas.
         real: The name of the scores of real samples, `[B, ...]`. Default: `real_score`.
@@ -83,7 +83,7 @@ class GeneratorLoss(AbstractTerm):
     """The generator's loss: the mean over generated samples.
 
     Args:
-        weight: The factor of this term in the objective, default 1.
+        weight: The factor of this term in the objective. Default: 1.
         loss: `non_saturating` (default), `hinge`, `wasserstein` or `least_squares`. The table at the top of this module
             has the formulas.
         fake: The name of the scores of generated samples, `[B, ...]`. Default: `fake_score`.

@@ -28,9 +28,9 @@ class Consistency(AbstractTerm):
     Other terms of the objective use the first pass. In evaluation, dropout is off, so this term is 0.
 
     Args:
-        weight: The factor of this term in the objective, default 1.
+        weight: The factor of this term in the objective. Default: 1.
         output: The name of the scores to compare, `[..., C]`. Default: `output`.
-        distance: `mse` (default) or `kl`.
+        distance: The formula, `mse` (default) or `kl`.
     """
 
     needs = frozenset({"forward_passes"})

@@ -1,4 +1,4 @@
-"""Penalties on derivatives, such as the gradient of a critic or the Jacobian of an output."""
+"""Terms that penalize derivatives, such as the gradient of a critic or the Jacobian of an output."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from exp.shared_types import Batch
 
 
 class DerivativeTerm(AbstractTerm):
-    """Base class of terms on the derivative of an output of the network with respect to an input.
+    """Base class of terms that use the derivative of an output of the network with respect to an input.
 
     Args:
-        weight: The factor of this term in the objective, default 1.
-        output: The name of the value to differentiate, `[B, ...]`.
-        input: The name of the value with respect to which it is differentiated, `[B, ...]`.
+        weight: The factor of this term in the objective. Default: 1.
+        output: The name of the value to differentiate, `[B, ...]`. Default: `output`.
+        input: The name of the value in the denominator of the derivative, `[B, ...]`. Default: `input`.
     """
 
     needs = frozenset({"input_gradients"})
@@ -34,46 +34,52 @@ class DerivativeTerm(AbstractTerm):
         self.output, self.input = output, input
 
     def ends(self, values: Values) -> tuple[Tensor, Tensor]:
-        """Return the output and the input of the derivative.
+        """Return the output to differentiate, and the input in the denominator of the derivative.
 
         Raises:
-            RunError: A value does not exist.
+            RunError: One of the two names has no value.
         """
         return pick(values, self.output, "output"), pick(values, self.input, "input")
 
 
 class R1(DerivativeTerm):
-    """Mean over samples of the squared norm of the gradient of an output with respect to an input.
+    """Squared norm of the gradient of an output with respect to an input, averaged over samples.
 
         E_x [ || d D(x) / d x ||^2 ]
 
-    Mescheder, Geiger and Nowozin 2018, "Which Training Methods for GANs do actually Converge?", arXiv:1801.04406,
-    equation 9, where `weight` is gamma/2. If the output has several numbers per sample, their sum is differentiated.
+    This is equation 9 of Mescheder, Geiger and Nowozin 2018, "Which Training Methods for GANs do actually Converge?",
+    arXiv:1801.04406. `weight` is gamma/2 in this equation. If the output has several numbers per sample, the sum of
+    these numbers is differentiated.
 
-    The input may be an intermediate value. If it is the generated samples, the penalty is the paper's R2. See
-    DerivativeTerm for the arguments.
+    The input may be an intermediate value of the network. If the input is the generated samples, the penalty is R2 of
+    the paper. DerivativeTerm describes the arguments.
     """
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
+        """Return the penalty as a 0-d tensor.
+
+        Raises:
+            RunError: A value is missing, or the input has no gradient.
+        """
         assert passes is not None
         return _squared_norms(passes.gradients(*self.ends(values))).mean()
 
 
 class WGANGP(AbstractTerm):
-    """Gradient penalty of WGAN-GP: the mean squared distance of the norm of a critic's gradient from 1.
+    """Gradient penalty of WGAN-GP, which keeps the norm of a critic's gradient near 1.
 
         E_x^ [ (|| d D(x^) / d x^ ||_2 - 1)^2 ],   x^ = e x + (1 - e) x~,   e uniform in [0, 1] for each sample
 
-    x is a real sample, and x~ a generated sample. Gulrajani et al. 2017, "Improved Training of Wasserstein GANs",
-    arXiv:1704.00028, equation 3, where `weight` is lambda. The penalty trains the critic, not the generator.
+    x is a real sample, and x~ is a generated sample. This is equation 3 of Gulrajani et al. 2017, "Improved Training of
+    Wasserstein GANs", arXiv:1704.00028. `weight` is lambda in this equation. The penalty trains the critic, not the
+    generator.
 
     Args:
-        critic: The dotted name of the critic in the network. An empty name is the whole network.
-        weight: The factor of this term in the objective, default 10.
-        real: The name of the real samples, `[B, ...]`.
-        fake: The name of the generated samples, which have the same shape.
-        output: The name of the critic's output, if the critic returns several values.
+        critic: The dotted name of the critic in the network. The empty name stands for the whole network.
+        weight: The factor of this term in the objective. Default: 10.
+        real: The name of the real samples, `[B, ...]`. Default: `input`.
+        fake: The name of the generated samples, with the same shape as the real samples. Default: `fake`.
+        output: The name of the critic's output, if the critic returns a mapping. Default: `output`.
     """
 
     needs = frozenset({"input_gradients", "forward_passes"})
@@ -93,7 +99,11 @@ class WGANGP(AbstractTerm):
         self.parts = (critic,)
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the penalty, 0-d. Raise RunError if a value is missing or the shapes differ."""
+        """Return the penalty as a 0-d tensor.
+
+        Raises:
+            RunError: A value is missing, or real and generated samples have different shapes.
+        """
         assert passes is not None
         real = full(pick(values, self.real, "real samples").detach())
         fake = full(pick(values, self.fake, "fake samples").detach())
@@ -110,19 +120,20 @@ class WGANGP(AbstractTerm):
 
 
 class JacobianNorm(DerivativeTerm):
-    """Mean over samples of the squared Frobenius norm of the Jacobian of an output with respect to an input.
+    """Squared Frobenius norm of the Jacobian of an output with respect to an input, averaged over samples.
 
         E_x [ || d f(x) / d x ||_F^2 ]
 
-    Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization", arXiv:1908.02729, equation 5, where
-    `weight` is lambda/2. The exact norm needs a backward pass for each of the C numbers of an output. With
-    `projections`, the norm is estimated by algorithm 1 of the paper: C times the mean of || v^T J ||^2 over random unit
-    vectors v. The estimate is unbiased.
+    This is equation 5 of Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization",
+    arXiv:1908.02729. `weight` is lambda/2 in this equation.
+
+    The exact norm needs a backward pass for each of the C numbers of an output. With `projections`, algorithm 1 of the
+    paper estimates the norm: C times the mean of || v^T J ||^2 over random unit vectors v. The estimate is unbiased.
 
     Args:
-        weight: The factor of this term in the objective, default 1.
-        output: The name of the value to differentiate, `[B, ...]`, with C numbers per sample.
-        input: The name of the value with respect to which it is differentiated, `[B, ...]`.
+        weight: The factor of this term in the objective. Default: 1.
+        output: The name of the value to differentiate, `[B, ...]`, with C numbers per sample. Default: `output`.
+        input: The name of the value in the denominator of the derivative, `[B, ...]`. Default: `input`.
         projections: The number of random vectors per sample. None (default) computes the exact norm.
     """
 
@@ -138,7 +149,11 @@ class JacobianNorm(DerivativeTerm):
         self.projections = projections
 
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the penalty, 0-d. Raise RunError if a value is missing or the input has no gradient."""
+        """Return the penalty as a 0-d tensor.
+
+        Raises:
+            RunError: A value is missing, or the input has no gradient.
+        """
         assert passes is not None
         output, given = self.ends(values)
         output = full(output).flatten(1)
@@ -153,16 +168,17 @@ class JacobianNorm(DerivativeTerm):
 
 
 class GradientNorm(nn.Module):
-    """Loss module that returns the 2-norm of the gradient of another loss with respect to all trained parameters.
+    """Loss that returns the 2-norm of the gradient of a given loss with respect to all trained parameters.
 
         || d L / d theta ||_2
 
     This is the penalty of PyTorch's AMP notes,
-    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. The norm is not a mean over samples,
-    and depends on the batch size. A stage averages it over batches. Several ranks and gradient accumulation are errors.
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty. The norm depends on the batch size,
+    because it is not a mean over samples. The value of a stage is the mean over batches. The check reports an error for
+    several ranks and for gradient accumulation.
 
     Args:
-        loss: A module that is called with (output, target) and returns a 0-d tensor, such as
+        loss: The given loss L: a module that is called with (output, target) and returns a 0-d tensor, such as
             exp.objectives.terms.CrossEntropy.
     """
 
@@ -173,17 +189,17 @@ class GradientNorm(nn.Module):
         self.loss = loss
 
     def forward(self, output: Tensor, target: Tensor, passes: Passes) -> Tensor:
-        """Return the norm, 0-d. If all gradients are 0, the norm and its gradient are 0."""
+        """Return the norm as a 0-d tensor. If all gradients are 0, the norm and the gradient of the norm are 0."""
         trained = [parameter for parameter in passes.network.parameters() if parameter.requires_grad]
         gradients = passes.gradients(self.loss(output, target), trained)
         return _norm(torch.stack([gradient.square().sum() for gradient in gradients]).sum())
 
 
 def _norm(squared: Tensor) -> Tensor:
-    """Return the square root, with the derivative 0 at 0, where the true derivative is infinite."""
+    """Return the square root of a tensor. The derivative at 0 is set to 0, because the true derivative is infinite."""
     return torch.where(squared > 0, squared, torch.ones_like(squared)).sqrt() * (squared > 0)
 
 
 def _squared_norms(gradient: Tensor) -> Tensor:
-    """Return the squared norm of each sample's gradient: `[B, ...]` to `[B]`."""
+    """Return the squared norm of the gradient of each sample, `[B]`, for gradients `[B, ...]`."""
     return gradient.flatten(1).square().sum(1)

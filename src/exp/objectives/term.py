@@ -16,27 +16,29 @@ from exp.spelling import did_you_mean
 if TYPE_CHECKING:
     from exp.objectives.passes import Passes
 
-# The possible values in a term's `needs`, with descriptions. objectives/passes.py provides them.
+# The possible words in the `needs` of a term, with descriptions. objectives/passes.py implements the needs.
 NEEDS = {
     "input_gradients": "the network's inputs require grad, and the step's graph can be differentiated twice",
     "forward_passes": "the network, or a part of it, can be run again",
     "parameter_gradients": "the step's graph, of a whole batch in one process, is differentiated by parameters",
     "retained_graph": "gradients taken from the step's graph before its backward",
 }
-# Needs that differentiate a gradient. Compiled networks and fused attention do not support this.
+# Needs for which a gradient is differentiated. Compiled networks and fused attention do not support this.
 TWICE = frozenset({"input_gradients", "parameter_gradients"})
 
 
 class AbstractTerm(nn.Module, ABC):
     """Base class of the terms of the objective.
 
-    A term is a mean over samples, computed from values that it selects by name.
+    A term is a mean over samples. It is computed from values of the step, which the term selects by name.
 
     Attributes:
-        needs: The needs of the term, keys of NEEDS. A term with needs receives `passes` in `forward`.
-        parts: The dotted names of submodules of the network that the term calls. The check before a run verifies them.
-        selects: The attributes that contain names of values. The check before a run verifies that the values exist.
-        weight: The factor of the term in the objective.
+        needs: Words of NEEDS. If the term has any, `forward` receives `passes`. Default: no needs.
+        parts: The dotted names of the submodules of the network that the term calls. The check before a run verifies
+            that these submodules exist. Default: no submodules.
+        selects: The attributes of the term that contain names of values. The check before a run verifies that these
+            values exist. Default: no attributes.
+        weight: The factor of the term in the objective. Default: 1.
     """
 
     needs: frozenset[str] = frozenset()
@@ -49,42 +51,58 @@ class AbstractTerm(nn.Module, ABC):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The names of the values that the term reads, by config key below its section."""
+        """The names of the values that the term reads, by config key relative to the term, such as `output`."""
         return {key: getattr(self, key) for key in self.selects}
 
     @property
     def is_weighed(self) -> bool:
-        """Whether the term divides by its `divisor` instead of the number of samples."""
+        """True if the term divides by its `divisor` instead of the number of samples."""
         return type(self).divisor is not AbstractTerm.divisor
 
     def divisor(self, values: Values) -> Tensor | float | None:
-        """Return the divisor of the mean over these values, 0-d; None for the number of samples.
+        """Return the divisor of the term's mean, as a number or 0-d tensor. Return None for the number of samples.
 
-        Over ranks and over the batches of a stage, means are weighted by this divisor. If the divisor is 0, no target
-        counts, and `forward` must return a finite number.
+        exp averages the term over ranks and batches with these divisors as weights. If the divisor is 0, `forward` must
+        return a finite number.
+
+        Args:
+            values: The values of the step by name.
         """
         return None
 
     def weigh(
         self, values: Values, batch: Batch | None = None, passes: Passes | None = None
     ) -> tuple[Tensor, Tensor | float | None]:
-        """Return the unweighted loss and its divisor."""
+        """Return the unweighted loss of the term, and the divisor of this loss."""
         return (self(values, batch) if passes is None else self(values, batch, passes)), self.divisor(values)
 
     @abstractmethod
     def forward(self, values: Values, batch: Batch | None = None, passes: Passes | None = None) -> Tensor:
-        """Return the unweighted loss of this rank's samples, 0-d, in float32, or in float64 if the values are float64.
+        """Return the unweighted loss over the samples of this rank.
+
+        Autocast is off during the call.
 
         Args:
-            values: The values by name: `output`, `target`, `input`, and the names that the network and the batch
-                return. Autocast is off.
-            batch: This rank's samples of the batch.
-            passes: Additional passes and gradients, for a term with `needs`.
+            values: The values by name: `output`, `target`, `input`, and the names in mappings that the network and the
+                data set return.
+            batch: The samples of this rank. Default: None.
+            passes: Additional passes and gradients. Default: None, for a term without `needs`.
+
+        Returns:
+            A 0-d tensor in float32, or in float64 if the values are float64.
         """
 
 
 def needs_of(module: nn.Module, *, key: str) -> frozenset[str]:
-    """Return the needs that a term or a loss module declares. Raise ConfigError at `key` for an unknown need."""
+    """Return the needs that a term or a loss declares.
+
+    Args:
+        module: The term or the loss.
+        key: The config key of the module, for the error.
+
+    Raises:
+        ConfigError: A need is not in NEEDS.
+    """
     declared: str | Iterable[str] = getattr(module, "needs", frozenset())
     words = frozenset([declared] if isinstance(declared, str) else declared)
     for word in sorted(words - NEEDS.keys()):

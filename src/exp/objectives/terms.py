@@ -1,4 +1,4 @@
-"""Losses with the classes on the last axis. The losses of torch.nn expect classes on axis 1."""
+"""Losses for scores with the classes on the last axis, unlike the losses of torch.nn, which expect them on axis 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = torch.iinfo(torch.int64).min
 
 
 class _ClassesLast(nn.Module):
-    """Base class of CrossEntropy and NLL, with class weights, ignored targets and flattened axes."""
+    """Base class of CrossEntropy and NLL. It stores class weights and the ignored label, and flattens axes."""
 
     def __init__(self, *, class_weights: Weights | None = None, ignore_index: int | None = None) -> None:
         super().__init__()
@@ -25,16 +25,16 @@ class _ClassesLast(nn.Module):
         if class_weights is None:
             self.class_weights = None
         else:
-            # The weights are not in the state dict, because they are set in the config.
+            # Checkpoints do not contain the weights, because the config contains them.
             weights = torch.tensor(class_weights, dtype=torch.float32)
             self.register_buffer("class_weights", weights, persistent=False)
-        # If no label is ignored, ignore_index is a number that no label has. torch's default would ignore a -100 in the
-        # data.
+        # If no label is ignored, ignore_index is an impossible label. The default of torch would ignore labels of -100
+        # in the data.
         self.ignore_index = NOTHING if ignore_index is None else ignore_index
         self.reduction = "mean"
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output `[..., V]` as `[N, V]`, and the target `[...]` as `[N]`."""
+        """Return the output `[..., V]` as rows `[N, V]`, and the target `[...]` as `[N]`."""
         require_classes_last(self, output, target)
         if output.dim() == 2:
             return output, target
@@ -42,14 +42,15 @@ class _ClassesLast(nn.Module):
 
 
 class CrossEntropy(_ClassesLast):
-    """Cross entropy of scores (logits) `[..., V]` against class numbers `[...]`, int64.
+    """Cross entropy of scores (logits) `[..., V]` for V classes against class numbers `[...]`, int64.
 
-    The formula, and the mean over weighted targets, are those of torch.nn.functional.cross_entropy.
+    The loss equals torch.nn.functional.cross_entropy, including the mean over weighted targets.
 
     Args:
-        label_smoothing: The probability that is distributed evenly over all classes, 0 (default) to 1.
-        class_weights: V factors, one for each class; None for equal weights.
-        ignore_index: The label to ignore; None to ignore no label.
+        label_smoothing: The part of the target probability that is distributed evenly over all classes, from 0 to 1.
+            Default: 0.
+        class_weights: A factor for each of the V classes. None (default): equal weights.
+        ignore_index: The label to ignore. None (default): all labels count.
     """
 
     def __init__(
@@ -63,7 +64,11 @@ class CrossEntropy(_ClassesLast):
         self.label_smoothing = label_smoothing
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss, 0-d. Raise RunError if the shapes do not match or the targets are not integers."""
+        """Return the loss as a 0-d tensor.
+
+        Raises:
+            RunError: The shapes do not match, or the targets are not integers.
+        """
         rows, classes = self._rows(output, target)
         return functional.cross_entropy(
             rows,
@@ -76,17 +81,21 @@ class CrossEntropy(_ClassesLast):
 
 
 class NLL(_ClassesLast):
-    """Negative log likelihood of log probabilities `[..., V]` against class numbers `[...]`, int64.
+    """Negative log likelihood of log probabilities `[..., V]` for V classes against class numbers `[...]`, int64.
 
-    This loss is for models that end in LogSoftmax. For scores, use CrossEntropy.
+    Use this loss for models that end in LogSoftmax. For scores, use CrossEntropy.
 
     Args:
-        class_weights: V factors, one for each class; None for equal weights.
-        ignore_index: The label to ignore; None to ignore no label.
+        class_weights: A factor for each of the V classes. None (default): equal weights.
+        ignore_index: The label to ignore. None (default): all labels count.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss, 0-d. Raise RunError if the shapes do not match or the targets are not integers."""
+        """Return the loss as a 0-d tensor.
+
+        Raises:
+            RunError: The shapes do not match, or the targets are not integers.
+        """
         rows, classes = self._rows(output, target)
         return functional.nll_loss(
             rows, classes, weight=self.class_weights, ignore_index=self.ignore_index, reduction=self.reduction
@@ -94,10 +103,10 @@ class NLL(_ClassesLast):
 
 
 class BCEWithLogits(nn.BCEWithLogitsLoss):
-    """torch's BCEWithLogitsLoss that accepts a list of numbers as pos_weight.
+    """torch's BCEWithLogitsLoss with a list of numbers as pos_weight.
 
     Args:
-        pos_weight: The factors of positive targets, one for each position of the last axis; None for equal weights.
+        pos_weight: A factor of positive targets for each position on the last axis. None (default): equal weights.
     """
 
     def __init__(self, *, pos_weight: Sequence[float] | None = None) -> None:

@@ -1,19 +1,19 @@
-"""Steps of fused optimizers without torch's bookkeeping. The lists of tensors for the kernel are made only once.
+"""Steps of fused optimizers that call torch's kernels directly, with lists of tensors that are made only once.
 
-AdamW with four parameters takes 40 us per step through `optimizer.step()`, and 15 us through this module, most of it in
-the kernel. Without this module, a whole step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times the processor
-time (six pairs).
+For AdamW with four parameters, a step takes 40 us by `optimizer.step()`, and 15 us by this module, most of it in the
+kernel. A whole training step of benchmarks/loop.py (an MLP 64-128-10) takes 1.16 times as much processor time without
+this module (six pairs of runs).
 
 This module uses private names of torch (seen in 2.13, and tested):
 
-- torch's functions `_fused_adam_`, `_fused_adamw_` and `_fused_sgd_`. Adam, AdamW and SGD with fused=True call them
-  with the same arguments after counting the step.
-- `_opt_called`, which schedules read to check that the optimizer has stepped before them.
-- `_wrapped_by_lr_sched`, the mark of schedules on the method `step`.
+- torch's functions `_fused_adam_`, `_fused_adamw_` and `_fused_sgd_`. Adam, AdamW and SGD with fused=True increment
+  the step count and then call these functions with the same arguments.
+- `_opt_called`, which a schedule reads to check that the optimizer has stepped before the schedule.
+- `_wrapped_by_lr_sched`, an attribute that a schedule sets on the method `step` of the optimizer.
 - `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks` and
   `_global_optimizer_post_hooks`.
 
-It also relies on `load_state_dict` replacing `optimizer.state`.
+The module also relies on `load_state_dict`, which must replace the object `optimizer.state`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from exp.optim.parameter_groups import Group
 
-# A function that calls a kernel with a group, its parameters, their gradients and their state. The state already counts
-# this step.
+# A function that calls a kernel. Its arguments are a parameter group, and the group's parameters, gradients and state
+# tensors. The step count in the state already includes the current step.
 Kernel = Callable[[Group, list[Tensor], list[Tensor], tuple[list[Tensor], ...]], None]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a kernel call for one parameter group.
+    """The kernel and its arguments for a parameter group of an optimizer.
 
     Attributes:
-        places: The positions of the group's parameters among the parameters of DirectSteps.
+        kernel: The function that calls the kernel.
+        group: The parameter group, with the options of the optimizer.
+        parameters: The parameters of the group.
+        state: For each kind of state, such as exp_avg, the tensors of all parameters.
+        places: The indices of the group's parameters in the list of the optimizer's parameters.
     """
 
     kernel: Kernel
@@ -50,20 +54,22 @@ class _Call:
 
 
 class DirectSteps:
-    """Callable that steps several optimizers, with the same result as `optimizer.step()`, bit for bit.
+    """Callable that steps several optimizers. The result is bit for bit that of `optimizer.step()`.
 
-    The step counts of all parameters are views of one tensor, because torch increments each count separately, which
-    takes 4 us per parameter. The optimizers must have no hooks. The first step, and every step of an optimizer that is
-    not supported, call `optimizer.step()`.
+    The step counts of all parameters are views of a single tensor, so that a step increments only this tensor. torch
+    increments each count separately, which takes 4 us per parameter.
+
+    The first step calls `optimizer.step()`. For an optimizer without support, every step calls `optimizer.step()`.
 
     Args:
-        optimizers: The optimizers.
-        parameters: The parameters of each optimizer, in the order of the gradients.
+        optimizers: The optimizers. They must have no hooks.
+        parameters: The parameters of each optimizer, in the order in which gradients are passed.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Sequence[Sequence[Tensor]]) -> None:
         self._optimizers, self._parameters = list(optimizers), [list(one) for one in parameters]
-        # The kernel calls of each optimizer; empty if `optimizer.step()` is called instead. None before the first step.
+        # The kernel calls of each optimizer. An empty list means that `optimizer.step()` is called. None before the
+        # first step.
         self._calls: list[list[_Call]] | None = None
         self._counts: Tensor | None = None
 
@@ -71,7 +77,7 @@ class DirectSteps:
         """Step all optimizers.
 
         Args:
-            gradients: The gradients of each optimizer's parameters.
+            gradients: For each optimizer, the gradients of its parameters.
         """
         calls = self._calls
         if calls is None:
@@ -96,7 +102,7 @@ class DirectSteps:
         """Prepare the kernel calls of each optimizer, and make all step counts views of one tensor.
 
         Returns:
-            Whether kernel calls step all optimizers from the next step.
+            True if the next steps of all optimizers call kernels. False if an optimizer needs `optimizer.step()`.
         """
         self._calls = list(map(_calls_of, self._optimizers, self._parameters))
         held = [
@@ -113,10 +119,13 @@ class DirectSteps:
 
 
 class DirectStep:
-    """Callable that steps one optimizer, with the same result as `optimizer.step()`, bit for bit.
+    """Callable that steps an optimizer. The result is bit for bit that of `optimizer.step()`.
 
-    `optimizer.step()` is called if the kernel alone is not enough. This is the case in the first step, if a gradient is
-    missing, or with a loss scale or a hook. Between two steps, only gradients and settings of groups may change.
+    `optimizer.step()` is called in the first step, if a gradient is missing, and if there is a loss scale or a hook.
+    Other steps call the kernel directly. Between two steps, only gradients and options of groups may change.
+
+    Args:
+        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -125,7 +134,7 @@ class DirectStep:
         self._groups = len(optimizer.param_groups)
         self._parameters: list[Tensor] = [one for group in optimizer.param_groups for one in group["params"]]
         self._steps = DirectSteps([optimizer], [self._parameters])
-        # The state object that contains the tensors of the kernel calls.
+        # The object `optimizer.state` from which the tensors of the kernel calls were taken. None without kernel calls.
         self._state: Mapping[Tensor, object] | None = None
         self._collect()
 
@@ -141,7 +150,7 @@ class DirectStep:
         self._state = self.optimizer.state if self._is_known and self._steps.collect() else None
 
     def _gradients(self) -> list[Tensor] | None:
-        """Return the gradients of all parameters; None if `optimizer.step()` must be called."""
+        """Return the gradients of all parameters. Return None if the step must call `optimizer.step()`."""
         optimizer = self.optimizer
         if optimizer.state is not self._state or len(optimizer.param_groups) != self._groups:
             return None
@@ -163,7 +172,7 @@ class DirectStep:
 
 
 def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]:
-    """Return the kernel calls of an optimizer's step; empty if `optimizer.step()` must be called."""
+    """Return the kernel calls of an optimizer's step. The list is empty if the step must call `optimizer.step()`."""
     if not is_known(optimizer):
         return []
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -179,7 +188,7 @@ def _calls_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[_Call]
 
 
 def _state_of(optimizer: Optimizer, group: Group) -> tuple[list[Tensor], ...] | None:
-    """Return the state tensors of a group for the kernel; None if a parameter has no state yet."""
+    """Return the state tensors of a group for the kernel. Return None if a parameter has no state yet."""
     states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
     if type(optimizer) is SGD:
@@ -230,9 +239,10 @@ def _sgd(group: Group, parameters: list[Tensor], gradients: list[Tensor], state:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether a step of the optimizer is one kernel call per group.
+    """Return whether a step of an optimizer consists of a single kernel call per parameter group.
 
-    This requires a fused optimizer of torch's own class, and one device and dtype per group.
+    This requires a fused Adam, AdamW or SGD of torch, not a subclass. All parameters of a group must have the same
+    device and dtype.
     """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False

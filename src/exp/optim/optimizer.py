@@ -1,4 +1,4 @@
-"""Construction of a network's optimizer and its schedule. The optimizer is fused if torch supports it."""
+"""Construction of the optimizer and the schedule for a network. The optimizer is fused if torch supports this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from exp.optim.schedules import Unit, build_schedule, changes_nothing
 
 # The devices on which torch 2.13 has fused optimizers.
 FUSED_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
-# The optimizers with fused kernels that support DTensors.
+# The optimizers with fused kernels that support DTensors, which store sharded parameters.
 FUSED_IN_SHARDS = ("Adam", "AdamW")
 
 
@@ -36,14 +36,15 @@ class Optimization:
     """The settings of an optimizer and its schedule.
 
     Args:
-        optimizer_factory: The optimizer's class with its options, except the parameters.
-        groups: See parameter_groups.
-        exempt_from_decay: See parameter_groups.
-        schedule_factory: The schedule's class with its options, except the optimizer; None for a constant learning
-            rate.
-        interval: The unit in which the schedule steps: an optimizer step or an epoch.
-        monitor: The tag of the metric that ReduceLROnPlateau uses.
-        begins_late: Whether a parameter is unfrozen in a later epoch, and gets its first gradient in that epoch.
+        optimizer_factory: The class of the optimizer with all its arguments except the parameters.
+        groups: Parameter groups, as described in `parameter_groups`. Default: no groups.
+        exempt_from_decay: Parameters without weight decay, as described in `parameter_groups`. Default: no parameters.
+        schedule_factory: The class of the schedule with all its arguments except the optimizer. None (default): the
+            learning rate is constant.
+        interval: The unit in which the schedule steps: optimizer steps (`step`, the default) or epochs (`epoch`).
+        monitor: The TensorBoard tag of the value that ReduceLROnPlateau uses. Default: None.
+        begins_late: Whether some parameters are unfrozen in a later epoch, and get their first gradient in this epoch.
+            Default: false.
     """
 
     optimizer_factory: functools.partial[Optimizer]
@@ -63,20 +64,19 @@ class Optimization:
         parameters: Sequence[str] | None = None,
         shared: bool = False,
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """Return the optimizer and the schedule of a network's parameters.
-
-        The parameters must be on their final device.
+        """Return the optimizer and the schedule for the parameters of a network.
 
         Args:
-            network: The network.
-            total_steps: The number of optimizer steps of the whole run, including those before a resume; None if
+            network: The network. The parameters must be on their final device.
+            total_steps: The number of optimizer steps of the whole run, including the steps before a resume. None if
                 unknown.
-            total_epochs: The number of epochs of the whole run, for a schedule that steps once per epoch.
-            parameters: See parameter_groups.
-            shared: See parameter_groups.
+            total_epochs: The number of epochs of the whole run, for a schedule that steps once per epoch. Default:
+                None.
+            parameters: Patterns of the parameters to include, as described in `parameter_groups`.
+            shared: Whether other optimizers use the same groups, as described in `parameter_groups`.
 
         Returns:
-            The optimizer, and the schedule. The schedule is None if it would never change the learning rate.
+            The optimizer, and the schedule. The schedule is None if the learning rate is constant.
 
         Raises:
             ConfigError: The groups do not match the network, or the optimizer or schedule rejects its options.
@@ -90,7 +90,7 @@ class Optimization:
     def make_optimizer(
         self, network: nn.Module, *, parameters: Sequence[str] | None = None, shared: bool = False
     ) -> Optimizer:
-        """Return the optimizer of a network's trained parameters; see `make` for the arguments."""
+        """Return the optimizer for the trained parameters of a network. The method `make` describes the arguments."""
         exempt, factory = self.exempt_from_decay, self.optimizer_factory
         groups = parameter_groups(
             network, groups=self.groups, exempt_from_decay=exempt, parameters=parameters, shared=shared
@@ -101,7 +101,7 @@ class Optimization:
         trained = [parameter for group in groups for parameter in group["params"]]
         obstacle = self._obstacle(network, trained, [group.get("momentum") for group in groups])
         if _wants_fused(factory):
-            # torch 2.13 has no sharding strategy for the other kernels.
+            # In torch 2.13, other fused kernels do not support DTensors.
             in_shards = name in FUSED_IN_SHARDS or not any(isinstance(one, DTensor) for one in trained)
             options["fused"] = (has_fused(trained) and in_shards and obstacle is None) or None
         elif options.get("fused") and obstacle is not None:
@@ -119,10 +119,15 @@ class Optimization:
     def _obstacle(
         self, network: nn.Module, trained: Sequence[nn.Parameter], momenta: Sequence[object]
     ) -> tuple[str, str] | None:
-        """Return the reason why the fused kernel of torch 2.13 would fail; None if it works.
+        """Return the reason why a fused kernel of torch 2.13 does not work. Return None if the kernel works.
+
+        Args:
+            network: The network.
+            trained: The parameters of the optimizer.
+            momenta: The option `momentum` of each parameter group. None for a group without this option.
 
         Returns:
-            The cause in this run, and the limitation of torch.
+            Two texts: the cause in this run, and the limitation of torch.
         """
         half, factory = (torch.float16, torch.bfloat16), self.optimizer_factory
         is_sgd = factory.func.__name__ == "SGD"
@@ -136,22 +141,22 @@ class Optimization:
 
 
 def sparse_parameters(network: nn.Module) -> set[int]:
-    """Return the ids of the parameters with sparse gradients, which embeddings with sparse=True have."""
+    """Return the ids of the parameters with sparse gradients. These are the weights of embeddings with sparse=True."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {id(module.weight) for module in network.modules() if isinstance(module, kinds) and module.sparse}
 
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether torch has a fused kernel for all of these parameters, by device and dtype."""
+    """Return whether torch has fused kernels for the devices and dtypes of all parameters."""
     return all(
         parameter.device.type in FUSED_DEVICES and torch.is_floating_point(parameter) for parameter in parameters
     )
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
-    """Return whether to use the fused kernel if torch has it.
+    """Return whether an optimizer should use the fused kernel if torch has such a kernel.
 
-    This is the case if `fused` is null, and neither foreach nor differentiable is set.
+    This is the case if the option `fused` is null and the options `foreach` and `differentiable` are not set.
     """
     if "fused" not in inspect.signature(factory.func).parameters:
         return False
@@ -162,9 +167,9 @@ def _wants_fused(factory: functools.partial[Optimizer]) -> bool:
 def _option_errors(
     factory: functools.partial[Optimizer], groups: Sequence[Mapping[str, object]], *, exempt: Sequence[str]
 ) -> Iterator[ErrorDetails]:
-    """Yield an error for each option of a group that the optimizer does not have.
+    """Yield an error for each option of a parameter group that the optimizer does not have.
 
-    Without this check, torch would ignore unknown options of a group.
+    torch itself ignores unknown options of a group.
     """
     known = list(inspect.signature(factory.func).parameters)[1:]
     name = factory.func.__name__

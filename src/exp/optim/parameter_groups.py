@@ -20,7 +20,7 @@ NORM_NAME = re.compile(r"norm(\d+d)?$", re.IGNORECASE)
 Group = dict[str, Any]
 # The value of optimizer.groups in the config: patterns of parameters, and options of the optimizer, by group name.
 Groups = Mapping[str, Mapping[str, Any]]
-# The parameters with requires_grad, and all their names. A tied parameter has several names.
+# The parameters with requires_grad, each with all its names. A parameter that several layers share has several names.
 Trained = Mapping[nn.Parameter, Sequence[str]]
 
 
@@ -34,17 +34,18 @@ def parameter_groups(
 ) -> list[Group]:
     """Return the trained parameters of a network as groups for a torch.optim.Optimizer.
 
-    Every parameter with requires_grad is in exactly one group. A tied parameter matches by any of its names.
+    Each parameter with requires_grad is in exactly one group. If several layers share a parameter, a pattern matches
+    the parameter if it matches any of the names.
 
     Args:
         network: The network.
-        groups: A mapping of group names to {parameters: a pattern or a list of patterns, and options of the optimizer}.
-            Patterns are shell patterns, such as `encoder.*`. Unmatched parameters are in the group `default`.
+        groups: For each group name, a mapping with `parameters` and options of the optimizer. `parameters` is a shell
+            pattern such as `encoder.*`, or a list of patterns. Unmatched parameters are in the group `default`.
         exempt_from_decay: The parameters without weight decay: `norms` (parameters of normalization layers), `biases`,
-            or patterns of parameter names. They are in the group `<group>_exempt` with weight_decay 0.
-        parameters: Patterns of the parameters to include; None for all parameters.
-        shared: Whether other optimizers use the same `groups`. If so, a pattern may match only parameters of the
-            others.
+            or patterns of parameter names. They are in a separate group `<group>_exempt` with weight_decay 0.
+        parameters: Patterns of the parameters to include. None (default): all parameters.
+        shared: Whether other optimizers use the same `groups`. If true, a pattern may match only parameters of the
+            other optimizers. Default: false.
 
     Raises:
         ConfigError: A pattern matches no trained parameter, a parameter is in two groups, or no parameter is trained.
@@ -75,23 +76,29 @@ def parameter_groups(
 
 
 def trained_parameters(network: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters with requires_grad that match at least one of the patterns, without duplicates."""
+    """Return the parameters with requires_grad that match a pattern. Each parameter occurs only once."""
     return [one for one, names in _names_of_trained(network).items() if matches_any(names, patterns)]
 
 
 def pattern_errors(network: nn.Module, patterns: Sequence[str], *, key: str) -> list[ErrorDetails]:
-    """Return an error at the config key `key` for each pattern that matches no parameter with requires_grad."""
+    """Return an error for each pattern that matches no parameter with requires_grad.
+
+    Args:
+        network: The network.
+        patterns: Shell patterns of parameter names.
+        key: The config key of the patterns, for the errors.
+    """
     trained = _names_of_trained(network)
     return [_no_match(network, trained, pattern, key=key) for pattern in patterns if not _match(trained, pattern)]
 
 
 def unmatched_parameters(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the parameters with requires_grad that match none of the patterns."""
+    """Return the names of the parameters with requires_grad that do not match any pattern."""
     return [names[0] for names in _names_of_trained(network).values() if not matches_any(names, patterns)]
 
 
 def matches_any(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether any name of a parameter matches any of the patterns."""
+    """Return whether any of a parameter's names matches any of the patterns."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -115,7 +122,7 @@ def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, w
         trained: The trained parameters with their names.
         pattern: The pattern.
         key: The config key of the pattern.
-        words: Words that are valid instead of a pattern, for the message.
+        words: Start of the expected value in the message, such as "norms, biases, or ". Default: no text.
     """
     if any(fnmatchcase(name, pattern) for name, one in network.named_parameters() if not one.requires_grad):
         return ErrorDetails(key, f"{pattern!r} matches only frozen parameters", "a pattern of trained parameters")
@@ -130,14 +137,14 @@ def _no_match(network: nn.Module, trained: Trained, pattern: str, *, key: str, w
 def _owners(
     network: nn.Module, taken: Trained, known: Trained, groups: Groups, errors: list[ErrorDetails]
 ) -> dict[nn.Parameter, str]:
-    """Return the group name of each parameter in `taken`.
+    """Return the name of the group of each parameter in `taken`.
 
     Args:
         network: The network.
-        taken: The parameters of this optimizer.
-        known: The parameters that a pattern may match.
+        taken: The parameters of this optimizer, with their names.
+        known: The parameters that a pattern may match, with their names.
         groups: The value of optimizer.groups.
-        errors: The errors, to which this function adds.
+        errors: List to which this function adds errors.
     """
     key = "optimizer.groups"
     if REST in groups:
@@ -162,7 +169,15 @@ def _owners(
 def _exempt(
     network: nn.Module, taken: Trained, known: Trained, exempt_from_decay: Sequence[str], errors: list[ErrorDetails]
 ) -> set[nn.Parameter]:
-    """Return the parameters without weight decay. Errors of invalid patterns are added to `errors`."""
+    """Return the parameters without weight decay.
+
+    Args:
+        network: The network.
+        taken: The parameters of this optimizer, with their names.
+        known: The parameters that a pattern may match, with their names.
+        exempt_from_decay: The value of optimizer.exempt_from_decay.
+        errors: List to which this function adds errors of invalid patterns.
+    """
     found: set[nn.Parameter] = set()
     for word in exempt_from_decay:
         if word == "norms":
@@ -182,5 +197,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_bias(name: str) -> bool:
-    """Return whether a parameter name is that of a bias, such as bias, in_proj_bias or bias_ih_l0."""
+    """Return whether a parameter name belongs to a bias. Examples are bias, in_proj_bias and bias_ih_l0."""
     return "bias" in name.rpartition(".")[2].split("_")

@@ -1,6 +1,6 @@
-"""Phases of a training step.
+"""Phases of a training step, such as the steps of a discriminator and a generator.
 
-Each phase has terms of the objective, the parameters that they train, and an optimizer.
+A phase selects terms of the objective, the parameters that these terms train, and an optimizer.
 """
 
 from __future__ import annotations
@@ -28,19 +28,26 @@ class Phase:
     """The settings of a phase of a training step: a backward pass and an optimizer step.
 
     Args:
-        name: The name.
-        terms: The names of the objective's terms in this phase. Their weighted sum is the loss.
+        name: The name of the phase in the config.
+        terms: The names of the objective's terms in this phase. The loss of the phase is the weighted sum of these
+            terms.
         parameters: Patterns of the parameters to train. Other parameters get no gradient in this phase.
-        optimization: The optimizer and schedule.
-        owns_optimizer: Whether the config has an optimizer for this phase. If False, it uses the top-level `optimizer`.
-        owns_scheduler: Whether the config has a schedule for this phase. If False, it uses the top-level `scheduler`.
-        gradient_clip_val: See the argument of Lightning's Trainer. None for no clipping.
-        gradient_clip_algorithm: See the argument of Lightning's Trainer.
-        every_n_steps: The phase runs in steps 1, n + 1, 2 n + 1 and so on.
-        repeats: The number of times the phase runs in a step, on the same batch but with new random numbers.
-        forward: The network's forward program or method that the phase calls; None for the network's forward.
-        simultaneous: Whether the phase uses the forward pass of the previous phase, before that phase's optimizer
-            steps. Both phases must have the same every_n_steps, repeats and forward, and train different parameters.
+        optimization: The settings of the optimizer and the schedule.
+        owns_optimizer: Whether the config has an optimizer for this phase. If false (default), the phase uses the
+            top-level `optimizer`.
+        owns_scheduler: Whether the config has a schedule for this phase. If false (default), the phase uses the
+            top-level `scheduler`.
+        gradient_clip_val: Limit of the gradients, as in Lightning's Trainer. None (default): no clipping.
+        gradient_clip_algorithm: `norm` (default) or `value`, as in Lightning's Trainer.
+        every_n_steps: The interval n between steps with this phase. The phase runs in steps 1, n + 1, 2 n + 1 and so
+            on. Default: 1.
+        repeats: The number of runs of the phase in a step. The runs have the same batch, but different random numbers.
+            Default: 1.
+        forward: The forward program or method of the network that the phase calls. None (default): the network's own
+            forward.
+        simultaneous: Whether the phase shares the forward pass of the previous phase. If true, both phases must have
+            the same every_n_steps, repeats and forward, and must train different parameters. The optimizers step after
+            the backward passes of both phases. Default: false.
     """
 
     name: str
@@ -57,17 +64,21 @@ class Phase:
     simultaneous: bool = False
 
     def due(self, step: int) -> bool:
-        """Return whether the phase runs in a step. Steps are counted from 1."""
+        """Return whether the phase runs in the step with this number. The number of the first step is 1."""
         return (step - 1) % self.every_n_steps == 0
 
     def make(
         self, network: nn.Module, *, total_steps: int | None, total_epochs: int | None = None
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """Return the optimizer and schedule of the phase's parameters; see Optimization.make.
+        """Return the optimizer and the schedule for the parameters of the phase.
+
+        Args:
+            network: The network. The parameters must be on their final device.
+            total_steps: The number of optimizer steps of the whole run. None if unknown.
+            total_epochs: The number of epochs of the whole run. Default: None.
 
         Raises:
-            ConfigError: The settings are invalid. If the phase has its own optimizer or schedule, errors have the
-                phase's keys.
+            ConfigError: The settings of the optimizer or the schedule are invalid.
         """
         try:
             return self.optimization.make(
@@ -88,7 +99,11 @@ class Phase:
 
 
 def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
-    """Return the lists of phases that share a forward pass, in order, each with the index of its first phase."""
+    """Return the groups of phases that share a forward pass, in order.
+
+    Returns:
+        For each group, the index of its first phase, and the phases.
+    """
     turns: list[tuple[int, list[Phase]]] = []
     for place, phase in enumerate(phases):
         if phase.simultaneous and turns:
@@ -99,17 +114,17 @@ def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
 
 
 class PhaseOptimizers(Optimizer):
-    """The optimizers of all phases, combined to one optimizer for the Trainer. Its `step` must not be called.
+    """The optimizers of all phases, combined into a single optimizer for Lightning's Trainer.
 
-    Each phase steps its own optimizer. The group objects are the same as those of the phases. A parameter may be in
-    several groups.
+    The method `step` must not be called, because each phase steps its own optimizer. `param_groups` contains the same
+    group objects as the optimizers of the phases. A parameter may be in several groups.
 
     Args:
-        optimizers: The optimizers by name of the phase.
+        optimizers: The optimizer of each phase, by name of the phase.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        # The base class receives a dummy parameter, because it rejects a parameter that two phases train.
+        # The base class receives a dummy parameter, because the base class rejects a parameter that is in two groups.
         super().__init__([torch.zeros(0)], {})
         self.optimizers = dict(optimizers)
         self._gather()
@@ -118,7 +133,7 @@ class PhaseOptimizers(Optimizer):
         raise RunError("PhaseOptimizers.step was called; expected a step of each phase's own optimizer")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all phases, so that no phase uses the gradients of another phase."""
+        """Clear the gradients of all phases, so that a phase does not use the gradients of another phase."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -126,7 +141,11 @@ class PhaseOptimizers(Optimizer):
         return {"phases": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Load the state of each phase's optimizer. Raise RunError if the state has different phases."""
+        """Load the state of each phase's optimizer.
+
+        Raises:
+            RunError: The state is of a run without phases, or with other phases.
+        """
         if "phases" not in state_dict:
             raise RunError("the checkpoint is of a run without phases; expected one of a run with the same phases")
         states = state_dict["phases"]
@@ -144,7 +163,10 @@ class PhaseOptimizers(Optimizer):
 
 
 class PhaseSchedule:
-    """A phase's schedule, attached to PhaseOptimizers, which is the only optimizer that Lightning has."""
+    """The schedule of a phase, for Lightning.
+
+    The attribute `optimizer` is the PhaseOptimizers object, because Lightning accepts only schedules of that optimizer.
+    """
 
     def __init__(self, *, phase: str, schedule: LRScheduler, optimizer: PhaseOptimizers) -> None:
         self.phase, self.schedule, self.optimizer = phase, schedule, optimizer
@@ -157,7 +179,7 @@ class PhaseSchedule:
 
 
 def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that are stepped. A PhaseOptimizers is replaced by the optimizers of its phases."""
+    """Return the optimizers that make steps. The optimizers of the phases replace a PhaseOptimizers object."""
     return [
         one
         for optimizer in optimizers
@@ -168,12 +190,14 @@ def each_optimizer(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
 def name_rates(optimizer: Optimizer, rates: Sequence[float], *, phase: str | None = None) -> dict[str, float]:
     """Return the learning rates of an optimizer's groups by TensorBoard tag.
 
-    If a phase has a single group without a name, the tag has the name of the phase.
+    A tag contains the name of the group, or the number of a group without a name. In a run with phases, the name of the
+    phase precedes the name of the group. If the optimizer has only the default group, the tag has only the name of the
+    phase.
 
     Args:
         optimizer: The optimizer.
         rates: The learning rate of each group.
-        phase: The name of the phase; None if the run has no phases.
+        phase: The name of the phase. None (default) if the run has no phases.
     """
     names = [str(group.get("name", number)) for number, group in enumerate(optimizer.param_groups)]
     if phase is not None:

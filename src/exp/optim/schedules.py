@@ -1,4 +1,7 @@
-"""Learning rate schedules as functions of the number of steps, so that a resumed run has exactly the same rates."""
+"""Learning rate schedules.
+
+The learning rate is a function of the number of steps, so that a resumed run has exactly the same rates.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,36 @@ class Constant(LambdaLR):
 
     Args:
         optimizer: The optimizer.
-        warmup_steps: The number of warm-up steps, default 0. In step n, from 0, the factor is (n + 1) / (warmup_steps +
-            1).
+        warmup_steps: The number of warm-up steps, w. Default: 0. In warm-up step n, the factor of the learning rate is
+            (n + 1) / (w + 1). The first step has n = 0.
     """
 
     def __init__(self, optimizer: Optimizer, *, warmup_steps: Steps = 0) -> None:
-        # A function is passed, because LambdaLR would save the attributes of an object, and a resumed run could not be
-        # made longer.
+        # Pass a function instead of a callable object. LambdaLR saves the attributes of an object in a checkpoint, so a
+        # resumed run could not have another length.
         super().__init__(optimizer, lambda done: _warmup_factor(done, warmup_steps))
 
 
 class Cosine(LambdaLR):
-    """A linear warm-up, followed by half a cosine from the learning rate down to end_factor times the learning rate.
+    """Cosine decay of the learning rate after a linear warm-up.
 
-    With w warm-up steps of T steps in total, the factor after n steps is
+    The learning rate decreases along half a cosine to end_factor times its maximum. For w warm-up steps and T steps in
+    total, the factor of the learning rate after n steps is
 
         (n + 1) / (w + 1)                                     for n < w
         e + (1 - e) (1 + cos(pi (n - w) / (T - w))) / 2       for w <= n < T
         e                                                     for n >= T
 
-    This is equation 5 of Loshchilov and Hutter, SGDR, for one period.
+    where e is end_factor. This is equation 5 of Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm
+    Restarts", for a single period.
 
     Args:
         optimizer: The optimizer.
-        total_steps: The total number of steps, T. Null (default) takes the length of the run.
-        warmup_steps: The number of warm-up steps, w, default 0.
-        warmup_fraction: The number of warm-up steps as a fraction of total_steps. Set either this or warmup_steps.
-        end_factor: The final factor, e, default 0.
+        total_steps: The total number of steps, T. If null (default) in the config, exp sets the length of the run.
+        warmup_steps: The number of warm-up steps, w. Default: 0.
+        warmup_fraction: The number of warm-up steps as a fraction of total_steps, from 0 to 1. Default: None. Must not
+            be set together with warmup_steps.
+        end_factor: The factor at the end, e, from 0 to 1. Default: 0.
     """
 
     def __init__(
@@ -72,9 +78,10 @@ class Cosine(LambdaLR):
 
 
 class OneCycle(OneCycleLR):
-    """torch's OneCycleLR with each group's learning rate as its maximum.
+    """torch's OneCycleLR, in which the maximum rate of a parameter group is the learning rate of the group.
 
-    See OneCycleLR for the parameters. If total_steps is null, it is the length of the run.
+    torch's documentation of OneCycleLR describes the parameters. If total_steps is null in the config, exp sets the
+    length of the run.
     """
 
     def __init__(
@@ -119,15 +126,15 @@ def build_schedule(
 
     Args:
         optimizer: The optimizer.
-        factory: A functools.partial of the schedule's class. The elements of its argument `schedulers`, if any, are
-            partials, too.
-        interval: The unit in which the schedule steps: an optimizer step or an epoch.
+        factory: The class of the schedule with its arguments, as a functools.partial. If the argument `schedulers` is
+            set, its elements are also partial objects.
+        interval: The unit in which the schedule steps: `step` for optimizer steps, or `epoch`.
         total_steps: The length of the run in this unit, for a schedule with total_steps=null. None if unknown.
-        key: The config key of the schedule.
-        is_part: Whether the schedule is part of another schedule, so that its length is not that of the run.
+        key: The config key of the schedule. Default: scheduler.
+        is_part: Whether the schedule is a part of another schedule, and may be shorter than the run. Default: false.
 
     Raises:
-        ConfigError: A required length is unknown, or the schedule rejects its values.
+        ConfigError: The schedule needs a length that is unknown, or the schedule rejects its arguments.
     """
     given = factory.keywords
     if given.get("total_steps") is not None and given.get("epochs") is not None:
@@ -146,11 +153,11 @@ def build_schedule(
             )
             for index, part in enumerate(given["schedulers"])
         ]
-        # The arguments are passed by name, because SequentialLR and ChainedScheduler have them in different orders.
+        # Pass the arguments by name, because SequentialLR and ChainedScheduler have different orders of arguments.
         make = functools.partial(factory, optimizer=optimizer, schedulers=parts, **options)
     try:
         with warnings.catch_warnings():
-            # SequentialLR steps its parts in its constructor, which causes a warning of torch.
+            # The constructor of SequentialLR steps the parts of the schedule, so torch warns.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             return make()
     except REFUSALS as error:
@@ -160,30 +167,31 @@ def build_schedule(
         raise ConfigError([constructor_error(error, key=key, known=known, got=got, make=tried)]) from error
 
 
-# Names under which torch's schedules store their length.
+# Attributes of torch's schedules that store the length of the schedule.
 LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 def lengths_of(schedule: LRScheduler) -> State:
-    """Return the lengths that a schedule stores in its state, by name."""
+    """Return the attributes in LENGTHS that the state of a schedule contains, with their values."""
     state = schedule.state_dict()
     return {name: state[name] for name in LENGTHS if name in state}
 
 
 def take_length(schedule: LRScheduler, lengths: State) -> bool:
-    """Set the rates of a restored LambdaLR, such as Cosine, to those of the current length of the run.
+    """Adapt the learning rates of a restored schedule to the current length of the run.
 
-    torch restores the rates of the old length.
+    torch restores the rates for the length before the resume. The rates can be adapted for a LambdaLR, such as Cosine.
 
     Args:
         schedule: The schedule with its restored state.
         lengths: The result of `lengths_of` before the state was restored.
 
     Returns:
-        Whether the rates have changed.
+        True if the rates have changed.
 
     Raises:
-        ConfigError: The length has changed, and the schedule stores its length or other code has set the rates.
+        ConfigError: The length of the run has changed, but the rates cannot be adapted. This is the case if the
+            schedule stores the length, or if other code has set the rates.
     """
     name, before = type(schedule).__name__, schedule.get_last_lr()
     if isinstance(schedule, LambdaLR):
@@ -214,15 +222,15 @@ def _are_close(rates: Sequence[float | Tensor], others: Sequence[float | Tensor]
 
 
 def needs_total(factory: functools.partial[LRScheduler]) -> bool:
-    """Return whether the schedule has a parameter total_steps, and the config does not set its length."""
+    """Return whether exp must set total_steps of a schedule, because the config does not set a length."""
     given = factory.keywords
     takes = "total_steps" in inspect.signature(factory.func).parameters
-    # torch's OneCycleLR also takes its length as epochs * steps_per_epoch.
+    # In torch's OneCycleLR, epochs and steps_per_epoch may set the length instead of total_steps.
     return takes and all(given.get(name) is None for name in ("total_steps", "epochs", "steps_per_epoch"))
 
 
 def changes_nothing(factory: functools.partial[LRScheduler]) -> bool:
-    """Return whether the schedule never changes the learning rate, so that it need not be stepped."""
+    """Return whether a schedule never changes the learning rate. Such a schedule is not needed."""
     return factory.func is Constant and not factory.keywords.get("warmup_steps")
 
 

@@ -93,7 +93,7 @@ class Checkpointing(Callback):
         self.last_path, self.best_path = self.directory / "last.ckpt", self.directory / "best.ckpt"
         self.monitor, self.mode = monitor, mode
         self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
-        # Set by Stopping, on all ranks at the same batch.
+        # True if Stopping requests a checkpoint. It requests a checkpoint on all ranks at the same batch.
         self.is_wanted = False
         self._saved_at = 0.0
         self.is_saving_last, self.is_saving_best = save_last, save_best and monitor is not None

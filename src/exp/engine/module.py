@@ -120,7 +120,7 @@ class TrainingModule(LightningModule):
 
     Args:
         network: The network.
-        objective: Terms whose weighted sum is the loss.
+        objective: Loss terms. The loss is their weighted sum.
         optimization: Factory of the optimizer and its schedule.
         metrics: Metrics by name. The tag of a metric is `<name>/<stage>`. A metric that names no values compares
             `output` and `target`. Each stage has separate copies of the metrics. Default: no metrics.

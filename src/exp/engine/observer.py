@@ -26,7 +26,7 @@ class StepResult(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One pass of a phase over the micro-batches of an optimizer step.
+    """A single pass of a phase over the micro-batches of an optimizer step.
 
     Attributes:
         phase: Name of the phase. None in a run without phases, and between two optimizer steps. Default: None.

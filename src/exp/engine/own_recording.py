@@ -40,7 +40,7 @@ class OwnRecording(StepRecording):
 
     Args:
         module: Adapter of the LightningModule.
-        hooks: Hooks by name. Default: None.
+        hooks: Hooks by name. None: no hooks. Default: None.
         directory: Run directory, in which hooks write files. Default: None.
         chooses_threads: Whether to choose the number of CPU threads by the size of the first batch. Default: False.
     """

@@ -150,9 +150,9 @@ class Position:
 def before_batch(trainer: Trainer, batch_idx: int) -> Position:
     """Return the position before a batch, for calls in on_train_batch_start.
 
-    If batches are accumulated, the position is the first batch of the current optimizer step. The parameters have not
-    changed since this batch, so a resumed run computes the same gradients again. For batch 0, the function can also be
-    called in on_train_epoch_start.
+    If batches are accumulated, the position is the first batch of the current optimizer step. No optimizer step follows
+    this batch, so a resumed run computes the same gradients again. For batch 0, the function can also be called in
+    on_train_epoch_start.
     """
     again = batch_idx % trainer.accumulate_grad_batches
     return Position(
@@ -206,7 +206,7 @@ def next_batch(trainer: Trainer) -> tuple[int, int]:
 
 
 def fit_loop_state(trainer: Trainer, position: Position, *, is_manual: bool = False) -> dict[str, Any]:
-    """Return the state dict with which Lightning's fit loop continues at a position.
+    """Return a state dict for Lightning's fit loop, which makes the loop continue at a position.
 
     Args:
         trainer: The Trainer.

@@ -55,7 +55,7 @@ class StepRecording(Callback, ABC):
     """Base class of the callbacks that run hooks and write to loggers.
 
     Args:
-        hooks: Hooks by name. Default: None.
+        hooks: Hooks by name. None: no hooks. Default: None.
         directory: Run directory, in which hooks write files. Default: None.
         skips: Whether the run skips steps with a non-finite loss. If false, such a loss ends the run. Default: False.
 
@@ -203,7 +203,7 @@ class StepRecording(Callback, ABC):
         precision = trainer.precision_plugin if isinstance(trainer.precision_plugin, RunPrecision) else None
         is_scaled = precision is not None and precision.is_scaled
         if precision is not None and precision.skips:
-            # These values belong to the last buffered step.
+            # The following values belong to the last buffered step.
             last = self._buffer[-1].values
             last["precision/skipped_steps"] = precision.skipped_steps
             if is_scaled:
@@ -298,7 +298,7 @@ class Recording(StepRecording):
     The callback must precede callbacks that read `trainer.callback_metrics` in the Trainer's list.
 
     Args:
-        hooks: Hooks by name. Default: None.
+        hooks: Hooks by name. None: no hooks. Default: None.
         directory: Run directory, in which hooks write files. Default: None.
         skips: Whether steps with a non-finite loss are skipped. Default: False.
 

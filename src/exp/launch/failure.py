@@ -78,7 +78,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, *, rank: int) -> Failure:
-    """Return the failure that describes the exception that ended a rank."""
+    """Return a Failure for the exception that ended a rank."""
     failure = partial(Failure, rank=rank, time=time.time())
     if isinstance(error, Interrupted):
         status, saved = error.exit_status, error.checkpoint

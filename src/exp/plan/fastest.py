@@ -152,7 +152,7 @@ def fewest(estimator: Estimator, *, limit: int | None) -> Estimate | None:
 
     Args:
         estimator: Estimator of the configuration.
-        limit: Bytes of each device. None is no limit.
+        limit: Memory of each device in bytes. None: no limit.
     """
     batch, count = estimator.batch, estimator.micro_batches
     ranks = estimator.plan.placement.data_ranks

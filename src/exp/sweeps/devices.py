@@ -129,7 +129,7 @@ def slots(needs: Collection[Need], *, jobs: Jobs, machine: Machine) -> int:
     """Return the number of jobs that can run at the same time.
 
     Args:
-        needs: Needs of all jobs. The job with the largest need determines the number.
+        needs: Processes and GPUs that each job needs. The job that needs most determines the number.
         jobs: Value of sweep.jobs. With `auto`, each job gets the GPUs or the fraction of a GPU that it needs. On a CPU,
             each rank gets one core.
         machine: Description of the machine.
@@ -155,7 +155,7 @@ def threads(need: Need, *, slots: int, machine: Machine) -> int:
     The cores of the machine are divided equally among all ranks that run at the same time.
 
     Args:
-        need: Need of the job.
+        need: Processes and GPUs that the job needs.
         slots: Number of jobs that run at the same time.
         machine: Description of the machine.
     """
@@ -198,7 +198,7 @@ class Devices:
 
         Args:
             names: Names of the GPUs, as returned by `take`.
-            need: Need of the job.
+            need: Processes and GPUs that the job needs.
         """
         for name in names:
             self._loads[name] -= min(1.0, need.gpus)

@@ -54,7 +54,7 @@ KnownNeed = tuple[str, tuple[Need, Machine]]
 
 
 def check_all(validate: Validate, packed: Sequence[bytes]) -> Iterator[KnownNeed | ExpError]:
-    """Check jobs in this process, and yield the need or the error of each job.
+    """Check jobs in this process. For each job, yield the processes and GPUs that it needs, or its error.
 
     Args:
         validate: Function that checks a config.
@@ -106,7 +106,7 @@ def _show_gpus(config: DictConfig, outer: Mapping[str, str], known: KnownNeeds) 
 
 
 def _check_error(how: str) -> ConfigError:
-    """Return the error of a job whose check did not end normally.
+    """Return the error of a job after the process that checked the job ended abnormally.
 
     Args:
         how: Description of the end, such as "was killed by SIGSEGV".
@@ -212,7 +212,7 @@ def interruption_of(directory: Path, signum: int) -> Interrupted:
 
 
 def report_bad_end(directory: Path, error: ExpError) -> None:
-    """Write the report of a job whose process ended before the job wrote its report.
+    """Write the report of a job after the process of the job ended without writing a report.
 
     If the run directory has no config.yaml, the job had not begun, and no report is written. If the report cannot be
     written, for example on a full disk, the reason is printed.

@@ -1,8 +1,8 @@
 """The table of a sweep, with one row per job. The table is rewritten while jobs end, and printed after the last job.
 
 Jobs that differ only in one key, such as the seed, are called repeats. If a sweep has repeats, a second table has one
-row for each group of repeats, with the mean, the standard deviation and the number of values. The best group has the
-best mean.
+row for each group of repeats. The row contains the mean, the standard deviation and the number of values. The best
+group has the best mean.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One vmap call computes the gradients of all members. Then each member makes an optimizer step with a separate optimizer.
 
     per member    run directory, network, optimizer, schedule, random streams, event file, checkpoints, report
-    shared        the data, forward and backward, the clock
+    shared        the data, forward and backward, the time measurement
 
 A member is one of these jobs. It computes the same numbers as a single run of the job. The events of a step have the
 same order as in exp.engine.recording and exp.engine.checkpointing.

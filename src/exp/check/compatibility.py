@@ -8,7 +8,7 @@ switches of a run, such as runtime.compile, that exclude each need.
     traits of a strategy                  attributes of the strategy (strategies/strategy.py)
 
 Some checks depend on more than one need and one trait. These checks are methods: `Hook.errors` and `Strategy.errors`.
-docs/make_compatibility.py generates the compatibility page of the site from this table.
+docs/make_compatibility.py generates the compatibility page of the documentation from EXCLUDED.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def conditions(planned: Blueprint) -> Mapping[str, str]:
 
 
 def callback_errors(kinds: Mapping[str, type[Callback]], *, shows_bar: bool) -> Iterator[ErrorDetails]:
-    """Yield the errors of callbacks that no run supports, and of progress bars that are disabled or not the first.
+    """Yield the errors of callbacks that no run supports, of a second progress bar, and of a disabled progress bar.
 
     Args:
         kinds: Class of each callback, by the callback's name in the config.
@@ -282,7 +282,7 @@ def other_parts(planned: Blueprint) -> Iterator[Part]:
         yield Part("runtime.compile", "true", ["one_program"], ddp)
     if settings.lora.layers:
         yield Part("lora.layers", "LoRA", ["whole_weights"], "Write strategy=ddp or fsdp, without precision=fp8")
-    if any(settings.freeze.unfreeze):  # epoch 0 is the start of the run, so it changes nothing later
+    if any(settings.freeze.unfreeze):  # unfreezing in epoch 0 takes place before the first step
         named = f"unfreezing in the epochs {among(map(str, settings.freeze.unfreeze))}"
         yield Part("freeze.unfreeze", named, ["other_parameters"], "Freeze for the whole run, or change {switch}")
     if names := [path for path, one in planned.network.named_modules() if getattr(one, "max_norm", None) is not None]:

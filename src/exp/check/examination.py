@@ -93,7 +93,7 @@ class Check:
         decided: Plan of the run. If the check finds no error, all parts of the plan are computed.
         settings: Config as typed objects.
         found: Errors found so far.
-        hidden: Errors that cause stages to be skipped, namely each stage that reads a key with such an error.
+        hidden: Errors that disable later stages. A stage is skipped if one of its keys has such an error.
         passed: Names of the stages that found no error. The set also contains `module` if the config trains a user's
             LightningModule, and otherwise `model`.
         matching: Match of the network's parameters with the weights in `weights.from`. The stage `weights` sets it.
@@ -109,7 +109,10 @@ class Check:
         self.resuming = Resuming()
 
     def run(self, stages: Iterable[Stage]) -> None:
-        """Run the stages and collect their errors. Skip a stage if a stage or a key that it needs has an error."""
+        """Run the stages in order, and collect their errors.
+
+        A stage is skipped if one of its keys or one of its needed stages has an error.
+        """
         for stage in stages:
             if not self.passed.issuperset(stage.needs) or not self.knows(stage.keys):
                 continue
@@ -126,7 +129,7 @@ class Check:
                 self.hidden = tuple(self.found)
 
     def knows(self, keys: Sequence[str]) -> bool:
-        """Return whether all values of these top-level keys are known and have no error."""
+        """Return whether all values in the given top-level keys are known and have no error."""
         return not concern_keys(self.hidden, keys) and not any(
             value is UNKNOWN or any(part is UNKNOWN for _, part in leaves(value))
             for value in (self.decided.plain[key] for key in keys)
@@ -394,7 +397,7 @@ def _weights(check: Check) -> Iterable[ErrorDetails]:
 
 
 def _resume(check: Check) -> Iterable[ErrorDetails]:
-    """Return the errors that prevent a run from resuming from its checkpoint."""
+    """Return the errors of a run that cannot resume from the checkpoint in `resume`."""
     plan, settings = check.decided, check.settings
     if settings.resume is None or check.found:
         return ()
@@ -534,12 +537,12 @@ def check_job(config: DictConfig, before: Checked | None) -> Checked:
     """Return the checked config of a sweep's job.
 
     A full check builds and runs the network, which takes 40 ms, and a job may train for only 60 ms. The check is
-    therefore short if a job differs from a checked job only in `seed` and in numbers of `optimizer` and `scheduler`. A
-    short check covers only these values.
+    therefore limited to the changed values, if a job differs from a checked job only in the following values: `seed`,
+    and numbers in `optimizer` and `scheduler`.
 
     Args:
         config: Config of the job. It must have passed the checks that do not import torch.
-        before: Result of this function for an earlier job. None: there is no earlier job, so the check is full.
+        before: Result of this function for an earlier job. None causes a full check.
 
     Raises:
         ConfigError: The config has errors. The exception lists all of them.

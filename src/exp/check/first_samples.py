@@ -197,7 +197,7 @@ def name_errors(names: Mapping[str, str], trace: ForwardTrace, batch: object, sp
 
 
 def _stand_ins(trace: ForwardTrace, batch: object, spec: DataSpec) -> StandIns | None:
-    """Return the function that makes the values of the first samples with stand-in outputs.
+    """Return a function that makes stand-in outputs, as described at StandIns.
 
     Returns:
         The function. None if the shapes of the inputs differ from the config, such as for texts of several lengths.

@@ -231,7 +231,7 @@ def monitor_errors(
 ) -> Iterator[ErrorDetails]:
     """Yield an error for each monitored tag that belongs to a metric, but to no single value of the metric.
 
-    A metric with several values logs one tag for each value, and no tag with only the name of the metric.
+    For example, a metric with several values logs a tag for each value, but no tag for the whole metric.
 
     Args:
         monitors: Monitored tags, by the config key that sets the tag.

@@ -69,7 +69,7 @@ class OwnTraining:
 
     @property
     def is_complete(self) -> bool:
-        """True if the constructor of the module creates all layers, because no later method is overridden."""
+        """True if the constructor of the module creates all layers, because the module overrides no method in LATER."""
         return not any(is_overridden(method, self.kind, LightningModule) for method in LATER)
 
     def class_of(self, key: str) -> Any:

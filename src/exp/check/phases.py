@@ -44,7 +44,7 @@ def phase_errors(
 
 
 def forward_errors(phase: Phase, network: nn.Module) -> Iterator[ErrorDetails]:
-    """Yield an error if the network does not have the forward that a phase selects."""
+    """Yield an error if the key `forward` of a phase names a forward that the network does not have."""
     if phase.forward is None or phase.forward in forward_names(network):
         return
     names = forward_names(network)

@@ -44,8 +44,8 @@ class Resolved:
     """A config that also contains the values that depend on the data.
 
     Attributes:
-        config: Copy of the given config, in which the shape, the dtype, and the numbers of outputs and classes of the
-            data are set. The run stores this copy in config.yaml.
+        config: Copy of the given config with four values of the data: shape, dtype, number of outputs, number of
+            classes. The run stores this copy in config.yaml.
         plain: Values of the config as dicts and lists, with resolved interpolations. UNKNOWN replaces a value that
             could not be read.
         errors: Errors of values, keys, rules, targets and parameters. Default: no errors.

@@ -115,7 +115,7 @@ def _is_url(path: object) -> bool:
 def lora_freezes_the_rest(values: Values) -> Iterator[ErrorDetails]:
     """Yield the errors of `freeze` in a run with LoRA.
 
-    LoRA itself freezes all parameters except its own and the layers in lora.trained.
+    LoRA freezes all parameters of the model except those of the layers in lora.trained.
     """
     layers = values["lora.layers"]
     for key in ("freeze.parameters", "freeze.unfreeze"):
@@ -145,7 +145,7 @@ def the_run_ends(values: Values) -> Iterator[ErrorDetails]:
 
 
 def limits_leave_batches(values: Values) -> Iterator[ErrorDetails]:
-    """Yield the errors of limits of batches that are 0 in a stage that the run needs, or that are fractions above 1."""
+    """Yield the errors of batch limits: 0 for a stage that the run needs, and a fraction above 1."""
     monitors_val = values["train"] is True and _stage(values["monitor"]) == "val" and not has_module(values.plain)
     uses = {
         "train": (values["train"] is True, "To only test, write train=false"),
@@ -207,7 +207,7 @@ def mixed_targets_are_no_classes(values: Values) -> Iterator[ErrorDetails]:
 def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
     """Yield the errors of checkpoints, callbacks and schedules that monitor a tag that the run does not log."""
     yield from _monitor_errors(values, "monitor", values["monitor"])
-    # Hooks and callbacks of users may log any tag, so other monitors are checked only without them.
+    # Hooks and callbacks of users may log any tag. If there are any, only the key `monitor` is checked.
     own = [node for kind in ("hooks", "callbacks") for node in values.entries(kind).values()]
     if not all(str(node.get("_target_")).startswith(("exp.", "lightning.")) for node in own):
         return
@@ -221,7 +221,7 @@ def monitors_are_logged(values: Values) -> Iterator[ErrorDetails]:
 def _searched_errors(values: Values, *, without: str | None) -> Iterator[ErrorDetails]:
     """Yield the errors of tags in sweep.monitor that the jobs do not log.
 
-    A search reads the tags after a job has ended, so tags of hooks and of the test stage are allowed.
+    A hyperparameter search reads the tags after a job has ended, so tags of hooks and of the test stage are allowed.
 
     Args:
         values: Values of the config.
@@ -366,7 +366,7 @@ def stages_at_work_have_data(values: Values) -> Iterator[ErrorDetails]:
 def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
     """Yield the error of packages that a config file allows, but not the command line.
 
-    A downloaded config file must not allow the import of its own code.
+    Otherwise, a downloaded config file could allow the import of downloaded code.
     """
     typed, allowed = values[f"{COMPOSITION}.{ALLOWED}"], values["security.allow"]
     if not allowed or not isinstance(allowed, list) or typed is UNKNOWN:
@@ -381,7 +381,7 @@ def allow_is_from_the_command_line(values: Values) -> Iterator[ErrorDetails]:
 def data_names_its_sets(values: Values) -> Iterator[ErrorDetails]:
     """Yield the error of data without a data set, or with a data set that is not a node."""
     data, target = values["data"], values["data._target_"]
-    # A class outside of exp may be a LightningDataModule. The check of targets reports it after its import.
+    # A class outside of exp may be a LightningDataModule. The check of targets reports such a class after its import.
     is_exps = isinstance(target, str) and target.startswith("exp.")
     if not isinstance(data, dict) or brings_data(values.plain) or not is_exps:
         return

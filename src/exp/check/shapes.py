@@ -59,7 +59,7 @@ def shape_errors(
 
 
 def objectives_by_forward(phases: Sequence[Phase], objective: Objective) -> dict[str | None, Objective]:
-    """Return, for each forward of the network, an objective with the terms that read its output.
+    """Return an objective for each forward of the network, with the terms that read the output of the forward.
 
     Returns:
         Objectives by the name of the forward. The name None stands for the network's own forward. It is the only name

@@ -97,9 +97,9 @@ def with_defaults(node: Any, *, allow: Sequence[str] = ()) -> Any:
 
 
 def _maker(target: type) -> Callable[..., Any] | None:
-    """Return the function that declares the parameters of a class: `__new__` if it has any, otherwise `__init__`.
+    """Return `__new__` of a class if this method declares parameters, and otherwise `__init__`.
 
-    Return None if this function is not written in Python.
+    Return None if `__init__` is not written in Python.
     """
     new = inspect.getattr_static(target, "__new__", None)
     if isinstance(new, staticmethod) and inspect.isfunction(new.__func__) and not _takes_anything(new.__func__):
@@ -193,7 +193,7 @@ def _hidden_parameters(base: type) -> dict[str, Parameter]:
 
 
 def _holder(target: type, maker: Callable[..., Any]) -> type | None:
-    """Return the class that defines a constructor."""
+    """Return the class that defines a constructor: the target or one of its base classes."""
     return next((base for base in target.__mro__ if maker in vars(base).values()), None)
 
 

@@ -83,7 +83,7 @@ def find_start(config: DictConfig) -> Found:
 
 
 def newest_of(run: Path) -> Found:
-    """Return the newest checkpoint of a run directory that is not damaged, with notes on damaged checkpoints."""
+    """Return the newest undamaged checkpoint of a run directory, with notes on damaged checkpoints."""
     notes: list[str] = []
     return Found(path=_newest([run], notes), notes=tuple(notes))
 
@@ -165,7 +165,7 @@ def _newest_first(runs: Sequence[Path]) -> list[Path]:
 
 
 def _whole(path: Path, notes: list[str]) -> State | None:
-    """Return the content of a checkpoint. Return None if no run can resume from it."""
+    """Return the content of a checkpoint. Return None if no run can resume from the checkpoint."""
     try:
         state = read_checkpoint(path)
     except RunError as error:

@@ -311,7 +311,7 @@ def _count_errors(model: object) -> Iterator[ErrorDetails]:
     if _count(model) <= MAX_LAYERS:
         return
     repeats = [(key, value) for key, value in leaves(model, "model") if isinstance(value, dict) and "repeat" in value]
-    # Report the innermost repeat that alone makes too many layers. If there is none, report the innermost repeat.
+    # Report the innermost repeat that alone makes too many layers, or else the innermost repeat.
     key, value = max(repeats, key=lambda found: (_count(found[1]) > MAX_LAYERS, len(found[0])))
     because = f"which leads to {_count(model):,} layers in the model"
     yield unsuitable(f"{key}.repeat", value["repeat"], because, f"a model with at most {MAX_LAYERS:,} layers")

@@ -313,8 +313,8 @@ class Objective(nn.Module):
             passes: Additional passes and gradients. Required if a term has `needs`. Default: None.
 
         Returns:
-            The weighted sum of all terms as a 0-d tensor with a gradient, and the unweighted loss of each term as a 0-d
-            tensor without a gradient.
+            Two values: the weighted sum of all terms, a 0-d tensor with a graph, and the unweighted loss of each term,
+            a 0-d tensor without a graph.
 
         Raises:
             RunError: A term has needs, and `passes` is None.

@@ -102,8 +102,8 @@ class Passes:
         """Return the gradients of the sum of an output with respect to tensors.
 
         If the network treats samples separately, row b of a gradient belongs to sample b. If the step has a gradient
-        scaler, the sum is multiplied by a factor that avoids underflow in float16, and the gradients are divided by
-        this factor. PyTorch's AMP notes describe this method:
+        scaler, the sum is multiplied by a factor that avoids underflow in float16. The gradients are divided by the
+        same factor. PyTorch's AMP notes describe this method:
         https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty
 
         Args:

@@ -18,7 +18,7 @@ Distance = Literal["mse", "kl"]
 class Consistency(AbstractTerm):
     """The distance between the outputs of two forward passes with different random numbers.
 
-    z1 and z2 are the scores of the two passes for B samples and C classes. p1 and p2 are their softmax.
+    p1 and p2 are the probabilities in the two passes, for B samples and C classes.
 
     `mse`: the mean squared difference of the probabilities, (1/BC) sum || p1 - p2 ||^2.
         Laine and Aila 2017, "Temporal Ensembling for Semi-Supervised Learning", arXiv:1610.02242, algorithm 1.

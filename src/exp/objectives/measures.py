@@ -25,8 +25,8 @@ from exp.objectives.metrics import AUROC
 from exp.objectives.objective import Objective, Term
 from exp.objectives.terms import NLL, CrossEntropy
 
-# Metrics of torchmetrics that compute with probabilities: of classes, by a softmax of the scores (OF_CLASSES), or of
-# yes-or-no answers, by a sigmoid (OF_ANSWERS). SCORES pairs these metrics with the losses that apply the same function.
+# Metrics of torchmetrics that compute with probabilities. They convert scores to probabilities by a softmax
+# (OF_CLASSES) or a sigmoid (OF_ANSWERS). SCORES pairs these metrics with the losses that apply the same function.
 OF_CLASSES = (
     classification.MulticlassPrecisionRecallCurve,
     classification.MulticlassCalibrationError,
@@ -227,7 +227,7 @@ class Measure:
             ranks: The number of ranks of the run.
 
         Raises:
-            RunError: The number of ranks has changed, and torchmetrics does not combine a state.
+            RunError: The number of ranks has changed, and torchmetrics does not combine a state over ranks.
         """
         for path, part in self.parts:
             # Convert the metric before its states are set, so that the states have the same dtypes on all ranks.
@@ -315,7 +315,7 @@ def entries_of(value: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def entry_tag(name: str, stage: str, entry: str) -> str:
-    """Return the TensorBoard tag of a number of a metric.
+    """Return the TensorBoard tag of a number that a metric returns.
 
     Args:
         name: The name of the metric.

@@ -82,7 +82,7 @@ class R2(Metric):
         If all targets in a column are equal, the value is 1 if all outputs are exact, and otherwise 0.
 
         Raises:
-            ValueError: The metric has less than two samples.
+            ValueError: The metric has fewer than two samples.
         """
         count, _, first, second, residual = self.moments
         if count[0] < 2:
@@ -111,7 +111,7 @@ class BitsPerCharacter(Metric):
     The metric compares scores `[..., V]` for V classes with class numbers `[...]`.
 
     Args:
-        ignore_index: The class number to ignore, default -100.
+        ignore_index: The class number to ignore. Default: -100.
     """
 
     full_state_update = False

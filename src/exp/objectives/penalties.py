@@ -47,9 +47,9 @@ class R1(DerivativeTerm):
 
         E_x [ || d D(x) / d x ||^2 ]
 
-    This is equation 9 of Mescheder, Geiger and Nowozin 2018, "Which Training Methods for GANs do actually Converge?",
-    arXiv:1801.04406. `weight` is gamma/2 in this equation. If the output has several numbers per sample, the sum of
-    these numbers is differentiated.
+    D(x) is the output, and x is the input. This is equation 9 of Mescheder, Geiger and Nowozin 2018, "Which Training
+    Methods for GANs do actually Converge?", arXiv:1801.04406. `weight` is gamma/2 in this equation. If the output has
+    several numbers per sample, the sum of these numbers is differentiated.
 
     The input may be an intermediate value of the network. If the input is the generated samples, the penalty is R2 of
     the paper. DerivativeTerm describes the arguments.
@@ -124,8 +124,8 @@ class JacobianNorm(DerivativeTerm):
 
         E_x [ || d f(x) / d x ||_F^2 ]
 
-    This is equation 5 of Hoffman, Roberts and Yaida 2019, "Robust Learning with Jacobian Regularization",
-    arXiv:1908.02729. `weight` is lambda/2 in this equation.
+    f(x) is the output, x is the input, and J is the Jacobian d f(x) / d x. This is equation 5 of Hoffman, Roberts and
+    Yaida 2019, "Robust Learning with Jacobian Regularization", arXiv:1908.02729. `weight` is lambda/2 in this equation.
 
     The exact norm needs a backward pass for each of the C numbers of an output. With `projections`, algorithm 1 of the
     paper estimates the norm: C times the mean of || v^T J ||^2 over random unit vectors v. The estimate is unbiased.

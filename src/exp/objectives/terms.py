@@ -1,4 +1,4 @@
-"""Losses for scores with the classes on the last axis, unlike the losses of torch.nn, which expect them on axis 1."""
+"""Losses for scores with the classes on the last axis. The losses of torch.nn expect the classes on axis 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = torch.iinfo(torch.int64).min
 
 
 class _ClassesLast(nn.Module):
-    """Base class of CrossEntropy and NLL. It stores class weights and the ignored label, and flattens axes."""
+    """Base class of CrossEntropy and NLL. It stores the class weights and the ignored label."""
 
     def __init__(self, *, class_weights: Weights | None = None, ignore_index: int | None = None) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def turns_of(phases: Sequence[Phase]) -> list[tuple[int, list[Phase]]]:
     """Return the groups of phases that share a forward pass, in order.
 
     Returns:
-        For each group, the index of its first phase, and the phases.
+        For each group, the index of the first phase, and the list of phases in the group.
     """
     turns: list[tuple[int, list[Phase]]] = []
     for place, phase in enumerate(phases):

@@ -9,8 +9,8 @@ import sys
 def _drop_first_folder() -> None:
     """Remove the folder that Python adds to the import path, because a file there could hide an installed package.
 
-    For `python -m exp.train`, it is the working directory. exp.config.targets adds the working directory again at the
-    end of the path if a config names one of its modules.
+    For `python -m exp.train`, Python adds the working directory. If a config names a module in the working directory,
+    exp.config.targets adds this directory again at the end of the path.
     """
     if sys.flags.safe_path or not sys.path or "-m" not in sys.orig_argv:
         return

@@ -437,7 +437,7 @@ def build_objective(settings: Settings) -> Objective:
 def build_optimization(
     settings: Settings, *, optimizer: str = "optimizer", scheduler: str = "scheduler"
 ) -> Optimization:
-    """Build the functions that create the optimizer and the learning rate schedule later.
+    """Return an Optimization: the functions that create the optimizer and the learning rate schedule later.
 
     Args:
         settings: Settings of the run.
@@ -485,7 +485,10 @@ def _as_partial(node: Plain) -> dict[str, Any]:
 
 
 def build_phases(settings: Settings) -> list[Phase]:
-    """Build the phases of a run, in order. A phase without an optimizer or a schedule uses that of the run."""
+    """Build the phases of a run, in order.
+
+    A phase without an optimizer uses the optimizer of the run. A phase without a schedule uses the schedule of the run.
+    """
     phases = []
     for name, entry in settings.phases.items():
         keys = {node: f"phases.{name}.{node}" for node in ("optimizer", "scheduler") if entry.get(node) is not None}

@@ -78,7 +78,7 @@ def invalid_value(
         expected: Expected value, as a noun phrase.
         fix: Sentence that states the fix. Default: none.
         because: Reason why the value is invalid, such as "and the data has 3 classes". Default: none.
-        source: See ErrorDetails.
+        source: File and line that set the value, or the command line. Default: None, unknown.
     """
     return ErrorDetails(key, f"{show(value)}, {because}" if because else show(value), expected, fix, source=source)
 
@@ -100,7 +100,7 @@ def unknown_word(
         known: Allowed words.
         got: Description of the problem. Default: the word.
         fix: Sentence that states the fix. Default: a proposal of the most similar allowed word.
-        source: See ErrorDetails.
+        source: File and line that set the value, or the command line. Default: None, unknown.
     """
     words, got = list(known), word if got is None else got
     return ErrorDetails(key, got, f"one of {among(words, word=word)}", fix or did_you_mean(word, words), source=source)
@@ -349,8 +349,8 @@ class UserCodeError(RunError):
     Attributes:
         what: Action that failed, such as `reading sample 40 of train`.
         cause: Type and message of the exception, in one line.
-        frames: Text with the traceback's frames in the user's code, as Python prints them. Tracebacks cannot be
-            pickled, but worker processes of a data loader must send the error.
+        frames: Frames of the user's code in the traceback, as Python prints them. They are a text, because a worker
+            process of a data loader must pickle the error, and tracebacks cannot be pickled.
         command: Command that resumes the run. None: the command is unknown, or no checkpoint was saved.
     """
 
@@ -406,7 +406,8 @@ def one_line(error: BaseException) -> str:
 def describe_exception(error: BaseException) -> str:
     """Return a one-line description of an exception.
 
-    For an OSError, it is the system's message and the path. For other exceptions, it is the first line of the message.
+    An OSError is described by the system's message and the path. Any other exception is described by the first line of
+    its message.
     """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -465,7 +466,7 @@ def is_user_code(file: str) -> bool:
     return os.path.isfile(file) or file in linecache.cache  # a forward program is only in linecache
 
 
-# sys.prefix is not used, because users may work in a folder below it.
+# sys.prefix is not in this list, because users may work in a folder below sys.prefix.
 _FOREIGN = (os.path.join(os.path.dirname(__file__), ""), os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen ")
 
 

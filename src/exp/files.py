@@ -28,8 +28,8 @@ def write_atomic(path: Path, content: str | bytes, *, is_synced: bool = True) ->
 
     Args:
         path: File to write.
-        content: Bytes, or a text to encode as UTF-8. In a text, secrets are replaced by their names.
-        is_synced: See `open_atomic`.
+        content: Bytes, or a text to encode as UTF-8. In a text, values of secrets are replaced by `${oc.env:NAME}`.
+        is_synced: Sync the file to disk, as in `open_atomic`. Default: true.
 
     Raises:
         OSError: The file cannot be written. The error contains its path.

@@ -173,7 +173,7 @@ def exit_status(
             return 1
         if not has_revealed():
             raise
-        # The traceback is printed as by Python, with secrets replaced.
+        # The traceback is printed in Python's format, with secrets replaced.
         print(redact(traceback.format_exc()), file=sys.stderr, end="")
         return 1
 

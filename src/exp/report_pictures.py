@@ -15,7 +15,7 @@ from exp.shared_types import EPOCH_LOSS, split_tag
 from exp.tensorboard.event_file import Curve, read_curves
 
 TOTAL_NORM = f"{NORM}total"
-# The largest number of points of a curve, which is one per pixel. Longer curves are averaged.
+# Maximum number of points of a drawn curve, one per pixel. Longer curves are averaged.
 MOST_POINTS = 400
 
 
@@ -69,7 +69,8 @@ def _draw(named: Mapping[str, Curve], *, title: str) -> np.ndarray | None:
     if not any(len(steps) > 1 for steps, _ in thinned.values()):
         return None
     x = np.unique(np.concatenate([steps for steps, _ in thinned.values()]))
-    # All curves get the same steps: values are interpolated between the points of a curve, and NaN outside of them.
+    # All curves get the same steps. A curve is interpolated between its points, and is NaN before its first point and
+    # after its last point.
     lines = {
         tag: np.interp(x, steps, values, left=np.nan, right=np.nan).tolist() for tag, (steps, values) in thinned.items()
     }

@@ -104,7 +104,7 @@ class SignalFlag:
             return
         if _is_supervised():
             return  # a rank gets each signal twice: from the cluster and from its launcher
-        # Raised only in a notebook, because the end of the process would lose all variables.
+        # Only a notebook gets here. The exception is raised because an exit would lose all variables of the notebook.
         raise Interrupted(signum=signum, checkpoint=None)
 
 
@@ -130,7 +130,7 @@ def raise_on_signal() -> Iterator[Sequence[Interrupted]]:
         raised.append(Interrupted(signum=signum, checkpoint=None))
         raise raised[-1]
 
-    # Only default handlers are replaced, because ranks have their own.
+    # Only default handlers are replaced, because ranks have already installed other handlers.
     with handle_signals(leave, over=(signal.SIG_DFL, signal.default_int_handler)):
         yield raised
 

@@ -110,7 +110,7 @@ def _parts(name: str) -> set[str]:
 @functools.cache
 def habits() -> dict[str, Any]:
     """Return the tables of habits.yaml, which map keys, values and flags of other frameworks to those of exp."""
-    import yaml  # every command imports this module
+    import yaml  # imported late, because every command imports this module, and few commands need YAML here
 
     with Path(__file__).with_name("habits.yaml").open(encoding="utf-8") as file:
         found: dict[str, Any] = yaml.load(file, vars(yaml).get("CSafeLoader", yaml.SafeLoader))

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def fit(config: DictConfig, *, begin: Callable[[Path], Path] | None = None) -> Report:
-    """Check a composed config, freeze it in a run directory, and train. Processes are started as needed.
+    """Check a composed config, write it to a new run directory, and train. Processes are started as needed.
 
     Args:
         config: Composed config.
@@ -134,7 +134,9 @@ def _start(directory: Path, decided: Plan, start: Path | None) -> Report:
 
 
 def prepare(config: DictConfig) -> tuple[Plan, Path]:
-    """Check a composed config and freeze it in a new run directory. Notes of the check are written to train.log.
+    """Check a composed config, and write it to a new run directory (freeze it).
+
+    Notes of the check are written to train.log.
 
     Returns:
         The plan of the run.

@@ -321,7 +321,7 @@ def _trainer(
         deterministic=runtime.deterministic,
         benchmark=runtime.cudnn_benchmark,
     )
-    # The loggers are opened after the Trainer is built, because Lightning then knows the rank and opens them on rank 0.
+    # The loggers are opened after the Trainer is built. Only then does Lightning open them on rank 0 alone.
     trainer.loggers = [logger for name, logger in loggers.items() if has_begun(logger, name=f"logger.{name}")]
     return trainer
 

@@ -1,7 +1,7 @@
-"""Keep secrets from environment variables out of files and messages.
+"""Functions that keep the values of secret environment variables out of files and messages.
 
-A config contains only the name of a secret, `${oc.env:HF_TOKEN}`. The interpolation is resolved only for the object
-that needs the secret, never in files and messages; see docs/security.md.
+A config contains only the name of a secret, as `${oc.env:HF_TOKEN}`. The interpolation is resolved only for the object
+that needs the secret, never in files and messages. See docs/security.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a frozen config as one rank, from its plan to its report.
+"""Run the frozen config of a run directory as one rank: build the objects, train, and write the report.
 
 The stages of a run after the launch, with the module that implements each (start.py has the earlier stages):
 
@@ -142,7 +142,9 @@ def _size(part: AnyDataset) -> str:
     try:
         return f"{samples_in(part):,}"
     except (TypeError, NotImplementedError, UserCodeError):
-        return "samples"  # the size of a stream is unknown; an error of a user's data set is reported by the loader
+        # The size of a streamed data set is unknown. An error in a user's data set is reported later, by the data
+        # loader.
+        return "samples"
 
 
 def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 # Folder of the pictures of report.md.
 PICTURES = "pictures"
-# The message of torch 2.13 about a DataLoader worker that died.
+# Part of torch 2.13's message about a worker process of a DataLoader that died.
 LOST_WORKER = re.compile(r"DataLoader worker \(pid")
 # Exceptions that reading a damaged report.json may raise.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -127,7 +127,7 @@ class Ongoing:
     def __init__(self, directory: Path, settings: Settings, *, overrides: Sequence[str], world_size: int) -> None:
         self._started = time.monotonic()
         self.directory = directory
-        # Filled by the run's log.
+        # Entries for the report's `not_written`. A log handler of the run adds them.
         self.not_written: list[dict[str, str]] = []
         self._overrides = list(overrides)
         self._facts = {
@@ -191,7 +191,7 @@ def train_command(overrides: Sequence[str], *, key: str, path: str) -> str:
     """
     shown = os.path.relpath(path)
     shown = os.path.abspath(path) if shown.startswith("..") else shown
-    # A path with other characters is quoted, because they have a meaning in Hydra's grammar.
+    # A path with other characters is quoted, because these characters have a meaning in Hydra's grammar.
     plain = re.fullmatch(r"[\w./+@%:-]+", shown, re.ASCII)
     escaped = shown.replace("'", "\\'")
     return _command([*overrides, f"{key}={shown}" if plain else f"{key}='{escaped}'"])
@@ -248,11 +248,11 @@ def forget_peak_memory() -> None:
 
 
 def write_report(report: Report, *, is_synced: bool = True) -> None:
-    """Write report.json and report.md to the run directory, each atomically.
+    """Write report.json and report.md to the run directory. Each file is written atomically.
 
     Args:
         report: Report to write.
-        is_synced: Sync the files to disk before returning.
+        is_synced: Sync the files to disk before returning. Default: true.
 
     Raises:
         RunError: The run directory cannot be written.
@@ -363,7 +363,7 @@ def write_bad_end(
     try:
         write_end(report, () if parts is None else parts.trainer.loggers)
     except RunError as second:
-        # Not raised, because the caller raises the first error. On a full disk, both errors have the same cause.
+        # Only logged, because the caller raises the first error. On a full disk, both errors have the same cause.
         log.error("%s", second)
 
 
@@ -524,7 +524,7 @@ def as_markdown(report: Report) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Print a report: a table of metrics, and other facts such as steps and run directory."""
+    """Print a report on standard output: a table of metrics, then facts such as steps and run directory."""
     from rich.console import Console
     from rich.table import Column, Table
 

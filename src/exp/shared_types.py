@@ -22,8 +22,9 @@ Mode = Literal["min", "max"]
 # Allowed values of sweep.sampler and sweep.pruner.
 Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"]
 Pruner = Literal["none", "median", "asha", "hyperband"]
-# Tag of the training loss averaged over the samples of an epoch. `monitor: loss/train` compares these values, because
-# the tag `loss/train` has the loss of single steps.
+# Tag of the training loss averaged over the samples of an epoch. With `monitor: loss/train`, checkpoints are compared
+# by
+# this tag, because the values of the tag `loss/train` are losses of single steps.
 EPOCH_LOSS = "loss/train_epoch"
 # Tags of the best value of the monitored metric, and of the optimizer step at which it was measured.
 BEST_VALUE, BEST_STEP = "monitor/best", "monitor/best_step"
@@ -32,14 +33,18 @@ SampleDtype = Literal[
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128",
     "int64", "int32", "int16", "int8", "uint8", "bool",
 ]  # fmt: skip
-# Names of the inputs if a sample is a pair (input, target) or a tensor.
+# Names of the network's inputs if a sample is a pair (input, target) or a single tensor.
 INPUT: tuple[str, ...] = ("input",)
 # A duration such as 1h30m, in days, hours, minutes and seconds.
 SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def span_seconds(span: str) -> float:
-    """Return the number of seconds of a duration such as 1h30m. Raise ValueError for other texts."""
+    """Return the number of seconds in a duration such as 1h30m.
+
+    Raises:
+        ValueError: The text is not a duration.
+    """
     found = SPAN.fullmatch(span.strip()) if span.strip() else None
     if found is None:
         raise ValueError(f"{span!r} is not a duration such as 1h30m")
@@ -141,12 +146,15 @@ class DataSpec:
 
     @property
     def positions(self) -> int:
-        """Number of elements in the largest input of one sample. Unknown lengths count as 1."""
+        """Number of elements in the largest input tensor of one sample. A length that is None counts as 1."""
         return max(math.prod(size for size in one.shape if size is not None) for one in self.inputs.values())
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DataSpec:
-        """Return the spec of a data node. All values must be set, including those that are read from the data."""
+        """Return the spec that the values of the config node `data` describe.
+
+        Values that exp reads from the data, such as `input_shape`, must already be filled in.
+        """
         return cls(
             inputs=tensor_specs(data["inputs"] or {}),
             input_shape=None if data["input_shape"] is None else tuple(data["input_shape"]),
@@ -157,7 +165,11 @@ class DataSpec:
 
 
 def tensor_specs(inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorSpec]:
-    """Return the spec of each input in the value of `data.inputs`."""
+    """Return the shape and dtype of each input, by name.
+
+    Args:
+        inputs: Value of the config key `data.inputs`.
+    """
     return {name: TensorSpec(shape=tuple(one["shape"]), dtype=one["dtype"]) for name, one in inputs.items()}
 
 

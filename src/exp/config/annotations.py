@@ -1,4 +1,4 @@
-"""Read the annotations of functions, which state the types of parameters and results."""
+"""Functions that read type annotations of parameters and results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def annotations_of(target: Callable[..., object]) -> Mapping[str, Any]:
 
 
 def return_annotation(function: Callable[..., object]) -> type | None:
-    """Return the class in a function's return annotation; None if there is no annotation or it is not a class."""
+    """Return the class in a function's return annotation; None without an annotation or if it is not a class."""
     try:
         annotation = inspect.signature(function).return_annotation
     except ValueError:
@@ -69,7 +69,7 @@ def return_annotation(function: Callable[..., object]) -> type | None:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a plain value is a number, or nested lists of numbers with equal lengths."""
+    """Return whether a plain value can become a tensor: a number, or nested lists of numbers with equal lengths."""
     if isinstance(value, list):
         shapes = {len(item) if isinstance(item, list) else None for item in value}
         return len(shapes) == 1 and all(map(is_array, value))

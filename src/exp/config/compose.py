@@ -125,7 +125,7 @@ def expand_run(
     try:
         own = compose_run(before)
         then = changes(run, own, own, now)
-        if now and then:  # without the changes of the command
+        if now and then:  # compare again, to leave out values that the command changes
             then = changes(run, own, compose_run(overrides, several=multirun), now)
     except ConfigError as error:
         print(f"The config of {run} cannot be compared with the present files: {error.errors[0]}", file=sys.stderr)

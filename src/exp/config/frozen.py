@@ -1,4 +1,4 @@
-"""Read and write the config files of a run directory."""
+"""Functions that read and write the config files of a run directory. A frozen config is the content of config.yaml."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from exp.shared_types import BEST_STEP, BEST_VALUE, searched_tags
 
 # Node of a composed config that records the files and overrides of the composition. It is not in a frozen config.
 COMPOSITION = "_composition_"
-# The interpolation of the run directory. It replaces `${hydra:runtime.output_dir}`.
+# Interpolation of the path of the run directory. It replaces `${hydra:runtime.output_dir}` in a config.
 OUTPUT_DIR = f"${{{COMPOSITION}.directory}}"
-# Keys of COMPOSITION: config groups of the user, packages that the command line allows, and whether the run directory
-# exists already.
+# Keys of the node COMPOSITION: the user's config groups, the packages that the command line allows, and a flag that the
+# run directory already exists.
 OWN_GROUPS = "own_groups"
 ALLOWED = "allow"
 TAKEN = "is_taken"
@@ -69,7 +69,8 @@ def from_text(text: str, *, name: str) -> DictConfig:
         RunError: The text is not a config.
     """
     content = with_present_keys(_mapping(text, name=name))
-    # Only interpolations of secrets are left. They are kept as text, and are resolved when the object is built.
+    # A frozen config contains only interpolations of secrets. They are kept as text until an object with the secret is
+    # built.
     return cast(DictConfig, OmegaConf.create(map_texts(content, literal)))
 
 

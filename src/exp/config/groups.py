@@ -1,4 +1,4 @@
-"""Config groups, options and top-level keys that a command line may use."""
+"""Config groups, options and top-level keys that a command line may use, read from the directories of configs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Vocabulary:
 
 
 def dotted_keys(config: DictConfig) -> list[str]:
-    """Return all dotted keys of a composed config, except those of the hydra node."""
+    """Return all dotted keys of a composed config, except the keys in the node `hydra`."""
     plain = OmegaConf.to_container(config, resolve=False, throw_on_missing=False)
     assert isinstance(plain, dict)
     return [key for key, _ in leaves({name: value for name, value in plain.items() if name != "hydra"})]

@@ -102,7 +102,7 @@ class Layer:
 
     @property
     def text(self) -> str:
-        """The layer as text, such as `model/mlp@model=/conf/model/mlp.yaml`."""
+        """Text format of the layer, such as `model/mlp@model=/conf/model/mlp.yaml`."""
         return f"{self.config_path}@{self.package}={self.file}"
 
     @classmethod

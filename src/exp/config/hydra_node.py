@@ -46,7 +46,12 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:([^,}]+)\}")
 
 
 def hydra_key_error(key: str, value: object) -> ErrorDetails | None:
-    """Return the error of an override of one of Hydra's own settings; None if the override is allowed."""
+    """Return the error for one of Hydra's own settings; None if users may set it.
+
+    Args:
+        key: Dotted key below `hydra`, or a config group of Hydra such as `hydra/launcher`.
+        value: Value of the setting. It appears in some messages.
+    """
     if key == "hydra.searchpath":
         return searchpath_error(value)
     if "/" in key:
@@ -103,7 +108,7 @@ def unused_settings(content: object, package: Sequence[str]) -> list[ErrorDetail
         package: Names in the dotted key at which the file is merged.
     """
     own = read_yaml(OWN_CONF / "train.yaml")
-    # A user's primary config may begin as a copy of exp's.
+    # Settings in exp's train.yaml are accepted, because a user's primary config may be a changed copy of this file.
     known = dict(settings_of(own, ()))
     errors: dict[str, ErrorDetails] = {}
     for key, value in settings_of(content, package):
@@ -148,7 +153,7 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
     """
     key, known = f"hydra.{name}", registered_targets()
     try:
-        # Interpolations are resolved because one may refer to a node with a `_target_`, which Hydra would build.
+        # Interpolations are resolved, because they may refer to a node with a `_target_`. Hydra would build this node.
         plain = OmegaConf.to_container(config.hydra[name], resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         return [ErrorDetails(key, str(error).splitlines()[0], "values that are known before the sweep")]

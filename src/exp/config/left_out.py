@@ -79,6 +79,11 @@ def _is_users(file: Path) -> bool:
 
 
 def _is_default(setters: Mapping[str, Setting], key: str) -> bool:
-    """Return whether the value of a key comes from a config file of exp."""
+    """Return whether the value of a key comes from one of exp's own config files, not from the user.
+
+    Args:
+        setters: Last setting of each key, as returned by `setters_of`.
+        key: Dotted key.
+    """
     setter = setters.get(key)
     return setter is not None and setter.file is not None and not _is_users(setter.file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
-# The values of a config by key.
+# Nested dicts and lists with the values of a config.
 Plain = dict[str, Any]
 # Placeholder for the value of a key that does not exist in a tree or a config.
 ABSENT: Any = object()

@@ -1,6 +1,6 @@
-"""The settings that exp reads from a config, with the allowed values of each key.
+"""Settings that exp reads from a config, with the allowed values of each key.
 
-train.yaml declares the same keys. A test compares both.
+train.yaml declares the same keys. A test compares the keys of both.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ Word = Literal["fp32", "tf32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64",
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerSettings:
-    """The node `precision.scaler`: the loss scaler of fp16."""
+    """Settings in the config node `precision.scaler`, for the loss scale of fp16."""
 
     init_scale: Positive
     growth_factor: Annotated[float, Gt(1)]
@@ -144,7 +144,7 @@ class ScalerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings:
-    """The node `precision`."""
+    """Settings in the config node `precision`."""
 
     word: Word
     keep: dict[str, Literal["fp32", "fp64"]]
@@ -153,7 +153,7 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """The node `checkpoint`."""
+    """Settings in the config node `checkpoint`: when and which checkpoints are saved."""
 
     every_n_steps: Count | None
     every_n_minutes: Positive | None
@@ -164,7 +164,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
-    """The node `runtime`."""
+    """Settings in the config node `runtime`: options of the execution, such as threads and compilation."""
 
     threads: Processes | None
     deterministic: bool
@@ -183,7 +183,7 @@ class RuntimeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSettings:
-    """The node `weights`."""
+    """Settings in the config node `weights`: a file of initial weights, and how its names are matched."""
 
     from_: Text | None
     keys: dict[str, str | None]
@@ -193,7 +193,7 @@ class WeightsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeSettings:
-    """The node `freeze`."""
+    """Settings in the config node `freeze`: parameters that are not trained, and when they are unfrozen."""
 
     parameters: list[Text]
     batch_norm: Literal["train", "eval"]
@@ -202,7 +202,7 @@ class FreezeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """The node `lora`."""
+    """Settings in the config node `lora`: layers that are fine-tuned by LoRA."""
 
     layers: list[Text]
     rank: Count
@@ -212,7 +212,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The node `sweep`."""
+    """Settings in the config node `sweep`: sampling, pruning and execution of the jobs of a sweep."""
 
     sampler: Sampler
     trials: Count | None
@@ -233,14 +233,14 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SecuritySettings:
-    """The node `security`."""
+    """Settings in the config node `security`: packages from which classes may be imported."""
 
     allow: list[Text]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """The node `launch`."""
+    """Settings in the config node `launch`: devices and processes of a run."""
 
     devices: Literal["auto"] | Processes | list[Index]
     nodes: Annotated[int, Interval(ge=1, le=100_000)]
@@ -253,7 +253,7 @@ class LaunchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """Arguments of Lightning's Trainer that exp reads. The node `trainer` may have further arguments."""
+    """Arguments of Lightning's Trainer that exp reads itself. The config node `trainer` may have further arguments."""
 
     max_epochs: Limit
     max_steps: Limit
@@ -332,7 +332,7 @@ class Settings:
 
     @property
     def has_own_loaders(self) -> bool:
-        """Return whether the config trains a user's LightningModule with batches of a LightningDataModule."""
+        """Return whether a user's LightningModule is trained with the data loaders of a LightningDataModule."""
         return self.module is not None and not str(self.data["_target_"]).startswith("exp.")
 
 
@@ -392,7 +392,7 @@ VALUES: dict[str, Any] = {
     "metrics.*.output": Text,
     "metrics.*.target": Text,
     "metrics.*.inputs": Annotated[dict[str, Text], "a mapping of parameters to names of values"] | None,
-    # For a loss of torch, these are weights of classes.
+    # A number is the weight of a term. A list contains the class weights of a torch loss.
     "objective.*.weight": Number | list[Number],
     "hooks.*.every_n_steps": Literal["auto"] | Count,
     "hooks.*.heat_map_every_n_steps": Literal["auto"] | Count | None,

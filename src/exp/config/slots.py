@@ -118,19 +118,21 @@ SLOTS = (
 LAYER = Slot(pattern="model.**.layers.*", bases=(MODULE,))
 ANYWHERE = Slot(pattern="**")
 
-# The three kinds of config group: `=` replaces, `+` adds.
-# one   owns the node of its name: model=mlp
-# many  named entries: hooks=[gradients,memory] replaces the set, +hooks=memory adds one
-# axis  changes values that train.yaml declares: precision=bf16 and +precision=bf16 are equivalent
+# The three kinds of config group. They differ in the meaning of `=` and `+` in an override.
+# one   An option sets the whole node of the group: model=mlp.
+# many  The options are named entries. hooks=[gradients,memory] replaces all entries, and +hooks=memory adds an entry.
+# axis  An option changes values that train.yaml declares. precision=bf16 and +precision=bf16 are equivalent.
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
 # Nodes that may have a class of the user. Only after the composition is it known which keys such a node has.
 OF_CLASSES = (*ONE, *MANY, "module")
-# A group of NODES is one node. A group of COLLECTIONS is a mapping of names to nodes.
+# The value of a key in NODES is a node with a `_target_`. The value of a key in COLLECTIONS is a mapping of names to
+# such
+# nodes.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
 COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")
-# The entries of this group are mappings of exp's own keys. Some of their values are nodes.
+# Group in which an entry has no `_target_`. An entry is a mapping with keys of exp, and some of its values are nodes.
 PHASES = "phases"
 
 

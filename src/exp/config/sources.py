@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def file(self) -> Path | None:
-        """The file that sets the value; None for the command line."""
+        """File that sets the value. None: the command line sets the value."""
         return None if self.layer is None else self.layer.file
 
     @property
@@ -70,7 +70,7 @@ def source_of(config: DictConfig, key: str) -> str | None:
     """
     setters, key = setters_of(config), ".".join(split(key))
     for at in (key, *above(key)):
-        # A file sets no key for its own node, so the line of its `_target_` is reported.
+        # A config file contains no line with the key of the whole node, so the line of the `_target_` is reported.
         setter = setters.get(at) or setters.get(f"{at}.{TARGET}")
         if setter is not None:
             return COMMAND_LINE if setter.file is None else _display_position(setter.file, setter.keys)
@@ -189,7 +189,7 @@ def chooses(parsed: Override, layers: Sequence[Layer]) -> bool:
     value = None if parsed.is_delete() else parsed.value()
     options = value if isinstance(value, list) else [value]
     paths = {layer.config_path for layer in layers}
-    # An empty choice, hooks=[], has no file, so the group is recognized by files with other options.
+    # An empty choice, such as hooks=[], merges no file. The group is then recognized by files of other options.
     is_group = parsed.key_or_group in {path.rpartition("/")[0] for path in paths}
     return not isinstance(value, dict) and (
         is_group or any(f"{parsed.key_or_group}/{option}" in paths for option in options)

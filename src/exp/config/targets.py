@@ -43,7 +43,7 @@ LISTED = {
     "exp.hooks": "exp.hooks",
     "exp.tensorboard": "exp.tensorboard",
     "exp.loggers": "exp.loggers",
-    # The classes of other modules of exp.engine are built by exp only.
+    # Other modules of exp.engine are not allowed, because only exp builds their classes.
     "exp.engine.ema": "exp.engine.ema",
     **{f"exp.extras.{name}": f"exp.extras.{name}" for name in (
         "debugging", "deepspeed", "evaluation", "finders.range_test", "finders.size_trial", "gallery", "hf", "mlflow",
@@ -209,7 +209,7 @@ def is_listed(dotted: object, *, allow: Sequence[str]) -> bool:
 def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
     if dotted in LISTED_CLASSES:
         return LISTED_CLASSES[dotted]
-    # Longer packages are tried first, because the longest listed package applies.
+    # Longer names are tried first, because a subpackage in LISTED has precedence over its parent.
     parts = dotted.split(".")
     for length in range(len(parts) - 1, 0, -1):
         package = ".".join(parts[:length])

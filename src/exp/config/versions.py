@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from exp.config.plain_tree import Plain, are_same, is_node, leaves, value_at
 
-# Keys that every config has in this version, with the value to add to a config without the key.
+# Keys that every config has in this version of exp. The value is added to a config of an earlier version without the
+# key.
 PRESENT: Mapping[str, object] = {"vars": {}, "resolvers": {}, "runtime.compile_mode": None}
 # Keys that do not exist in configs of earlier versions, with the value at which a key has no effect.
 ADDED: Mapping[str, object] = {
@@ -103,7 +104,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.data.batch_samplers.LengthBuckets": {"boundaries": Removed([None]), "lengths": Removed([None])},
     "exp.data.batch_samplers.TokenBatches": {"lengths": Removed([None]), "max_samples": Removed([None])},
     "exp.data.collate.Pad": {"length": Removed([None])},
-    # Without blocks the window had no effect.
+    # shuffle_window is ignored with any value, because it had no effect without shuffle_block.
     "exp.data.data.Data": {
         "shuffle_block": Removed([None]),
         "shuffle_window": Removed(),
@@ -134,7 +135,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
     "exp.extras.evaluation.confusion.Confusion": {"normalised": Removed()},
     "exp.extras.evaluation.pr_curve.PRCurve": {"positive_class": Removed(), "thresholds": Removed()},
     "exp.extras.evaluation.samples.Samples": {"columns": Removed()},
-    # The range test ended at 4 times the lowest loss, as it does now.
+    # 4.0 is ignored, because the range test still ends at 4 times the lowest loss.
     "exp.extras.finders.range_test.RangeTest": {"stop_factor": Removed([4.0])},
     "exp.extras.hf.hf.HuggingFace": {"background": Removed(["white"]), "files": Removed([None], is_written=True)},
     "exp.extras.research.features.Features": {"columns": Removed()},
@@ -155,7 +156,7 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
         "local_sgd": Removed([{"_target_": "exp.strategies.ddp.LocalSGD"}, None], is_written=True),
     },
     "exp.strategies.fsdp.FSDP": {"min_parameters": Removed(), "no_sync": Removed([False])},
-    # The placement of activations changes no number.
+    # `sequence` is ignored with any value, because the placement of activations does not change results.
     "exp.strategies.hybrid.Hybrid": {
         "sequence": Removed(),
         "stages_per_rank": Removed([None, 1, 2]),

@@ -1,4 +1,4 @@
-"""Read YAML files of limited size, find the lines of keys, and write YAML."""
+"""Functions that read YAML files of limited size, find the lines of keys, and write YAML."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_FAST_SIGNS = 3_000
 MISREAD = re.compile(r"(?i:yes|no|on|off)|[-+]?(0[0-7_]+|0b[01_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
 TRUTH = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 TEXT, DATE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"
-# Floats of YAML 1.2 that PyYAML reads as texts: 1e3, 1e-3.
+# Numbers such as 1e3 and 1e-3. They are floats in YAML 1.2, but PyYAML would read them as texts.
 FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.[\d_]*([eE][-+]?\d+)?|\d+(_\d+)*[eE][-+]?\d+|\.\d+(_\d+)*[eE][-+]\d+)$")
 
 
@@ -120,7 +120,11 @@ class Choice(NamedTuple):
 
 
 def choices_of(content: object) -> list[Choice]:
-    """Return the entries of the defaults list in the content of a config file."""
+    """Return the entries in the defaults list of a config file.
+
+    Args:
+        content: Content of the file. If it has no defaults list, the result is empty.
+    """
     lines = content["defaults"] if isinstance(content, dict) and "defaults" in content else None
     found = []
     for line in lines if isinstance(lines, list) else ():
@@ -133,7 +137,7 @@ def choices_of(content: object) -> list[Choice]:
 
 
 def split(key: str) -> tuple[str, ...]:
-    """Return the names in a dotted key. The names in `a.b[0].c` are a, b, 0 and c."""
+    """Return the names in a dotted key: a, b, 0 and c for `a.b[0].c`."""
     return tuple(part for part in re.split(r"[.\[\]]+", key) if part)
 
 

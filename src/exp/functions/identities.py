@@ -1,6 +1,6 @@
-"""Functions that return their input, but change its gradient: they scale, reverse or clip it.
+"""Functions that return a copy of their input and change the gradient in the backward: scale, reverse or clip it.
 
-The factor or limit is a number, or a 0-d tensor that may change between steps.
+The factor or limit of a function is a number, or a 0-d tensor that may change between steps.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def gradient_reversal(x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
 def progressive_weight(progress: float) -> float:
     """Return a weight that grows during training from 0 to almost 1: 2 / (1 + exp(-10 * progress)) - 1.
 
-    This is lambda_p of Ganin and Lempitsky 2015, section 4.
+    The weight is lambda_p of Ganin and Lempitsky 2015, section 4.
 
     Args:
-        progress: The completed fraction of the training, p, from 0 to 1.
+        progress: Completed fraction of the training, from 0 to 1. It is p in the paper.
     """
     # tanh(5 p) equals this formula, and never overflows.
     return math.tanh(5 * progress)

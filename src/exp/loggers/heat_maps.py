@@ -1,4 +1,4 @@
-"""Heat maps of a run, drawn from table.csv: values of each layer or parameter by step."""
+"""Heat maps of a run, drawn from table.csv: a row for each layer or parameter, and a column for each step."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class RunPrecision(Precision):
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the loss scale. Must be called at most once per step."""
+        """Divide the gradients of an optimizer by the loss scale. Call this method at most once per step."""
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, **kwargs: object) -> object:
@@ -109,11 +109,12 @@ class RunPrecision(Precision):
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> None:
-        """Set the loss scale of the next step. Must be called after the steps of all optimizers."""
+        """Compute the loss scale of the next step. Call this method once per step, after the steps of all
+        optimizers."""
         self.scaler.update()
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether the last step of this optimizer was skipped. The call waits for the device."""
+        """Return whether the last step of an optimizer was skipped. The call waits until the device has finished."""
         return self.scaler.has_skipped(optimizer)
 
     def check_scale(self, values: Mapping[str, float], *, step: int) -> None:
@@ -150,7 +151,7 @@ class RunPrecision(Precision):
             # The weights of losses and the states of metrics are also converted.
             for part in module.modules():
                 if isinstance(part, Metric):
-                    # A metric is converted only once, because later its states may contain class numbers, which must
+                    # A metric is converted only once. After an update, its states may contain class indices, which must
                     # stay integers.
                     if part.dtype is not torch.float64:
                         part.set_dtype(torch.float64)
@@ -364,7 +365,7 @@ class TensorFloat32:
         self._before: tuple[str, bool] | None = None
 
     def set(self) -> None:
-        """Set the switches. The first call stores the previous values."""
+        """Set the switches, and store their previous values for `restore`. Repeated calls change nothing."""
         if self._before is None:
             self._before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
             torch.set_float32_matmul_precision(self.matmul)

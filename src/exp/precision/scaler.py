@@ -106,7 +106,7 @@ class CountingScaler(torch.amp.GradScaler):
             self._unscaled.clear()
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether the last step of this optimizer was skipped. The call waits for the device."""
+        """Return whether the last step of an optimizer was skipped. The call waits until the device has finished."""
         return optimizer in self._skips and bool(self._skips[optimizer].item())
 
     @property

@@ -58,7 +58,8 @@ class Word:
 
     @property
     def double(self) -> bool:
-        """Whether everything is float64: the batch with its targets, the network, the loss and the metrics."""
+        """Whether the precision is fp64. The network, the batch with its targets, the loss and the metrics are
+        float64."""
         return self.parameters is torch.float64
 
     @property
@@ -68,7 +69,11 @@ class Word:
         return self.autocast is torch.float16
 
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:
-        """Yield an error for each setting of precision.scaler that this precision does not support."""
+        """Yield an error for each setting of precision.scaler that this precision does not support.
+
+        Args:
+            scaler: Values of the config node precision.scaler, by name.
+        """
         enabled, key = scaler["enabled"], "precision.scaler"
         if enabled is not None and enabled is not self.needs_scaler:
             expected = "false, because only fp16 needs a loss scale"

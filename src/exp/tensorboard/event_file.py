@@ -61,7 +61,7 @@ class EventFile:
             raise
 
     def close(self) -> None:
-        """Close the file. The method may be called twice."""
+        """Close the file. The method may be called several times."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -234,7 +234,7 @@ def read_curves(directory: Path, *, wants: Callable[[str], bool]) -> Curves:
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Return the event files in the order in which they are read.
+    """Return the paths of the event files in a directory, sorted by name. TensorBoard reads them in this order.
 
     Raises:
         OSError: The directory cannot be listed.

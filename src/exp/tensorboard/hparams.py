@@ -31,7 +31,7 @@ _STATUS = {
     "completed": api_pb2.STATUS_SUCCESS,
     "failed": api_pb2.STATUS_FAILURE,
     "interrupted": api_pb2.STATUS_FAILURE,
-    "pruned": api_pb2.STATUS_SUCCESS,  # PRUNED_TAG distinguishes it from a completed job
+    "pruned": api_pb2.STATUS_SUCCESS,  # the value of PRUNED_TAG distinguishes it from a completed job
 }
 
 
@@ -85,10 +85,10 @@ def declare(directory: Path, declared: api_pb2.Experiment) -> None:
 
 
 def declared_above(directory: Path) -> api_pb2.Experiment | None:
-    """Return the declaration of the sweep to which a run belongs; None if it is missing or damaged.
+    """Return the declaration of the sweep that contains a run; None if it is missing or damaged.
 
     Args:
-        directory: Run directory.
+        directory: Run directory. The LEVELS directories above it are searched for the declaration.
     """
     for parent in [*directory.absolute().parents][:LEVELS]:
         for path in parent.glob(EVENTS + OF_SWEEP):
@@ -107,7 +107,7 @@ def declared_above(directory: Path) -> api_pb2.Experiment | None:
 def start_summaries(
     params: Mapping[str, object], metrics: Sequence[str], *, declared: api_pb2.Experiment | None = None
 ) -> list[Summary]:
-    """Return the summaries that declare the columns and start the session of a run.
+    """Return the summaries that declare the columns of the HParams page and report the start of a run to it.
 
     Args:
         params: Values of the run by dotted key.
@@ -133,10 +133,10 @@ def start_summaries(
 
 
 def end_summary(status: str) -> Summary:
-    """Return the summary that ends the session of a run.
+    """Return the summary that reports the end of a run to the HParams page.
 
     Args:
-        status: completed, failed, interrupted or pruned, as in report.json.
+        status: Status in report.json: completed, failed, interrupted or pruned.
     """
     end = plugin_data_pb2.SessionEndInfo(status=_STATUS[status], end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))

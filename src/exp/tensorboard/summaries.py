@@ -30,7 +30,7 @@ def text_value(tag: str, text: str) -> Summary.Value:
 
 
 def _bytes(content: bytes) -> TensorProto:
-    """Return bytes as a 0-d tensor."""
+    """Return bytes as a 0-d string tensor of TensorBoard."""
     tensor = TensorProto(dtype=DT_STRING, string_val=[content])
     tensor.tensor_shape.SetInParent()
     return tensor
@@ -40,7 +40,7 @@ def _histogram(tag: str, panel: Histogram) -> Summary.Value:
     counts = panel.counts.double().numpy()
     low, high = float(panel.low), float(panel.high)
     if not counts.sum():
-        low = high = 0.0  # no finite value: an empty histogram, because the axis has no nan
+        low = high = 0.0  # without a finite value, the histogram is empty at 0, because its axis does not support nan
     elif low == high:
         # One bin around the value, as in tensorboard's summary.
         counts, low, high = counts.sum(keepdims=True), low - 0.5, high + 0.5

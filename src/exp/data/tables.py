@@ -1,6 +1,6 @@
-"""Tables of numbers and words, encoded with statistics of the training split.
+"""Data sets of tables with columns of numbers and words, including the tables in scikit-learn's package.
 
-The tables of scikit-learn are included.
+The values are encoded with statistics of the training split.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from exp.spelling import among
 
 Impute = Literal["mean", "median", "most_frequent"]
 Encoding = Literal["one_hot", "index"]
-# The statistics of the training split, by the names that Table.fit sets.
+# The statistics of the training split by name; see Table.fit.
 Statistics = Mapping[str, Any]
-# FITTED is the key of a table's statistics in Fitted. MISSING is the word that replaces a missing value.
+# FITTED: the key of a table's statistics in the mapping Fitted. MISSING: the word that replaces a missing word.
 FITTED, MISSING = "table", ""
-# The number of rows that are encoded at once, so that their float64 values need little memory.
+# The number of rows that are encoded at once. Encoding uses float64, so that many rows would need much memory.
 PIECE = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """A column of words or of classes.
+    """Column of words or of classes.
 
     Args:
-        codes: The code of each row's word, `[N]`; -1 for a missing value.
+        codes: The code of the word in each row, `[N]`. The code -1 means a missing value.
         names: The words in the order of their codes.
     """
 
@@ -46,37 +46,43 @@ class Words:
     names: tuple[str, ...]
 
     def texts(self) -> list[str | None]:
-        """Return the word of each row; None for a missing value."""
+        """Return the word in each row. Missing values are None."""
         names = (*self.names, None)
         return [names[code] for code in self.codes.tolist()]
 
 
 class Table(Dataset[object]):
-    """Rows of numbers and words, with one or several targets.
+    """Data set of the rows of a table, with columns of numbers and words, and one or several targets.
 
-    A sample is (input, target). `input` is float32 `[F]`: the numbers, followed by the one-hot encodings of the columns
-    of words. A target is a class, int64 `[]`, or K numbers to predict, float32 `[K]`. If there are several targets, or
-    encoding="index", a sample is a mapping of names.
+    A sample is the pair (input, target). The input is float32 `[F]`: the numbers, followed by the one-hot encodings of
+    the words. A target is a class number, int64 `[]`, or K numbers to predict, float32 `[K]`. A sample is a mapping
+    from names to values if there are several targets, or if encoding="index".
 
-    All splits are encoded with the statistics of the training split, like scikit-learn's SimpleImputer, StandardScaler
-    and OneHotEncoder(handle_unknown="ignore"). The splits of a table share its columns, and store only the indices of
-    their rows.
+    All splits are encoded with the statistics of the training split. The encoding is the same as that of scikit-learn's
+    SimpleImputer, StandardScaler and OneHotEncoder(handle_unknown="ignore"). Splits share the columns of the table in
+    memory, and store only the indices of their rows.
 
     Args:
         columns: The names of the columns of numbers.
-        numbers: The numbers, float64 `[N, F]`; nan for a missing value.
-        words: The columns of words by name.
-        targets: The targets by name: classes, or numbers, float64 `[N, K]`. A single target is named `target`.
+        numbers: The columns of numbers, float64 `[N, F]`. Missing values are nan.
+        words: The columns of words by name. Default: no columns.
+        targets: The targets by name: classes, or numbers float64 `[N, K]`. If there is one target, its name is
+            `target`.
         standardise: Whether to scale numbers, and targets that are numbers, to mean 0 and standard deviation 1 in the
-            training split.
-        impute: The replacement of a missing number: the mean, the median or the most frequent value of the training
-            split. "most_frequent" also replaces missing words; otherwise a missing word is a separate word.
-        encoding: "one_hot", or "index" for a second input, `categories`, int64 `[C]`. An index is the number of the
-            word in the training split, from 1; 0 is a word that is not in the training split.
+            training split. Default: True.
+        impute: The value of the training split that replaces a missing number: "mean", "median" or "most_frequent".
+            "most_frequent" also replaces missing words. The other options encode a missing word as a separate word.
+            Default: None, which replaces missing numbers by the mean.
+        encoding: The encoding of words: "one_hot", or "index" for a second input `categories`, int64 `[C]` for C
+            columns. The words of the training split have the indices 1, 2, 3, ... All other words have the index 0.
+            Default: "one_hot".
 
     Attributes:
-        notes: Notes on the file, one line each.
-        dates: The formats of the dates that became numbers, by column.
+        notes: Notes on the file, each of one line.
+        dates: The formats of the columns of dates, which became numbers, by name of the column.
+        rows: The indices of this split's rows in the table. None for all rows.
+        indices: The indices of this split's rows in the data set from which `select` chose them. None for all rows.
+        whole_length: The number of rows in the data set from which `select` chose the rows. None for all rows.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledTable"
@@ -105,7 +111,11 @@ class Table(Dataset[object]):
         return len(self.numbers) if self.rows is None else len(self.rows)
 
     def select(self, indices: Tensor) -> Self:
-        """Return the rows at indices as a table."""
+        """Return a table of the rows at some indices.
+
+        Args:
+            indices: The indices, int64 `[n]`.
+        """
         part = copy.copy(self)
         part.rows = self._of_rows(np.arange(len(self.numbers)))[indices.numpy()]
         part.indices, part.whole_length = indices, len(self)
@@ -114,7 +124,11 @@ class Table(Dataset[object]):
     def class_numbers(self, *, key: str) -> np.ndarray:
         """Return the class number of each row, `[N]`.
 
-        Raise ConfigError at `key` unless exactly one target has classes.
+        Args:
+            key: The config key that needs the classes, for the error.
+
+        Raises:
+            ConfigError: The table has no target with classes, or several.
         """
         found = [self._of_rows(target.codes) for target in self.targets.values() if isinstance(target, Words)]
         if len(found) != 1:
@@ -123,11 +137,16 @@ class Table(Dataset[object]):
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Raise ConfigError at `key`, because only a table from a file has columns that are not inputs."""
+        """Raise ConfigError, because only tables in files have columns that are not inputs.
+
+        Args:
+            name: The name of the column.
+            key: The config key that contains the name, for the error.
+        """
         raise data_error(key, got=f"{name}, although this table is not from a file", expected="a table from a file")
 
     def fit(self) -> Fitted:
-        """Return the statistics of these rows: column names, means, deviations, imputed values, words and classes.
+        """Return the statistics of this split: column names, means, deviations, imputed values, words and classes.
 
         Raises:
             ConfigError: A column of numbers has only missing values.
@@ -161,11 +180,14 @@ class Table(Dataset[object]):
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Return the rows encoded with the statistics of the training split.
+        """Return a data set of the encoded rows in memory.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
-            ConfigError: The columns differ from those of the training split, or the training split does not have a
-                class.
+            ConfigError: The columns differ from the columns of the training split, or a class is not in the training
+                split.
         """
         statistics = fitted_entry(fitted, FITTED, part=self)
         mine, theirs = [*self.columns, *self.words], [*statistics["numbers"], *statistics.get("words", ())]
@@ -180,16 +202,21 @@ class Table(Dataset[object]):
         prepared = Tensors(
             entries=self._samples(statistics),
             num_classes=widths[0] if is_one else None,
-            num_outputs=sum(widths) or None,  # rows without targets have none
+            num_outputs=sum(widths) or None,  # The sum is 0 for rows without targets.
         )
         prepared.indices, prepared.whole_length = self.indices, self.whole_length
         prepared.value_names = self._names_of_values(statistics)
         return prepared
 
     def unknown_words(self, fitted: Fitted) -> dict[str, dict[str, int]]:
-        """Return the number of rows with each word that is not in the training split, by column.
+        """Return the words of this split that are not in the training split.
 
-        A missing word is empty.
+        Args:
+            fitted: The statistics of the training split.
+
+        Returns:
+            A mapping for each column of words with such words: from the word to its number of rows. The empty text
+            means a missing word.
         """
         known = fitted_entry(fitted, FITTED, part=self).get("words", {})
         found = {}
@@ -201,11 +228,11 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file and on words that are not in the training split, one line each.
+        """Return notes on the file, and on words that are not in the training split. Each note is one line.
 
         Args:
             fitted: The statistics of the training split.
-            stage: The name of these rows, for the notes.
+            stage: The name of this split, for the notes.
         """
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
@@ -217,7 +244,16 @@ class Table(Dataset[object]):
         return lines
 
     def in_own_units(self, indices: Tensor, fitted: Fitted) -> dict[str, Tensor]:
-        """Return rows in the units of the file: numbers in float64, with nan for a missing value. Words are encoded."""
+        """Return some rows before standardization and imputation. Words are encoded as usual.
+
+        Args:
+            indices: The indices of b rows, int64 `[b]`.
+            fitted: The statistics of the training split.
+
+        Returns:
+            A mapping from the names of the inputs, and of the targets that are numbers, to tensors `[b, ...]`. Numbers
+            are float64. Missing numbers are nan.
+        """
         statistics = fitted_entry(fitted, FITTED, part=self)
         part = self.select(indices)
         part.standardise = False
@@ -229,7 +265,15 @@ class Table(Dataset[object]):
         }
 
     def encode(self, fitted: Fitted) -> dict[str, Tensor]:
-        """Return the inputs in float64: `input` `[N, F]`. If encoding="index", also `categories` `[N, C]`, int64."""
+        """Return the encoded inputs of all rows in this split.
+
+        Args:
+            fitted: The statistics of the training split.
+
+        Returns:
+            A mapping with `input`, float64 `[N, F]`. If encoding="index", it also contains `categories`, int64
+            `[N, C]`.
+        """
         statistics = fitted_entry(fitted, FITTED, part=self)
         inputs: dict[str, Tensor] = {}
         if self.columns:
@@ -242,7 +286,8 @@ class Table(Dataset[object]):
         elif codes:
             pieces = [inputs["input"]] if self.columns else []
             for name, numbers in codes.items():
-                # Position 0 is an unknown word, which is encoded as zeros.
+                # The first column of the one-hot encoding means an unknown word. It is removed, so that an unknown word
+                # is encoded as zeros.
                 hot = torch.nn.functional.one_hot(numbers, len(statistics["words"][name]) + 1)
                 pieces.append(hot[:, 1:].double())
             inputs["input"] = torch.cat(pieces, 1)
@@ -252,7 +297,10 @@ class Table(Dataset[object]):
         return values if self.rows is None else values[self.rows]
 
     def _counts(self, column: Words) -> np.ndarray:
-        """Return the number of rows with each word, int64 `[number of words + 1]`. Position 0 counts missing values."""
+        """Return the number of rows with each word of a column, int64 `[number of words + 1]`.
+
+        Position 0 is the number of missing values, and position i + 1 is the number of rows with the code i.
+        """
         return np.bincount(self._of_rows(column.codes) + 1, minlength=len(column.names) + 1)
 
     def _samples(self, statistics: Statistics) -> Entries:
@@ -284,13 +332,22 @@ class Table(Dataset[object]):
         )
 
     def _number_words(self, name: str, column: Words, statistics: Statistics) -> Tensor:
-        """Return the number of each row's word in the training split, from 1, int64 `[N]`; 0 for an unknown word."""
+        """Return the index of the word in each row, int64 `[N]`.
+
+        The words of the training split have the indices 1, 2, 3, ... Words that are not in the training split have the
+        index 0.
+
+        Args:
+            name: The name of the column.
+            column: The column.
+            statistics: The statistics of the training split.
+        """
         place = {word_key(word): number for number, word in enumerate(statistics["words"][name], 1)}
         missing = statistics["most_frequent"][name] if self.impute == "most_frequent" else MISSING
         numbers = np.array([place.get(word_key(word), 0) for word in (*column.names, missing)])
         return torch.from_numpy(
             numbers[self._of_rows(column.codes)]
-        )  # the code -1 selects the last word, the missing one
+        )  # The code -1 of a missing value selects the last number, which is that of `missing`.
 
     def target_values(self, name: str, statistics: Statistics) -> Tensor:
         target = self.targets[name]
@@ -303,9 +360,15 @@ class Table(Dataset[object]):
         return scaled if self.standardise else values
 
     def _known_classes(self, name: str, target: Words, statistics: Statistics) -> int:
-        """Return the number of classes in the training split.
+        """Return the number of classes of a target in the training split.
 
-        Raise ConfigError if a row has a class that is not among them.
+        Args:
+            name: The name of the target.
+            target: The classes of the rows.
+            statistics: The statistics of the training split.
+
+        Raises:
+            ConfigError: A row of this split has a class that is not in the training split.
         """
         theirs = list(statistics["classes"].get(name, ()))
         keys = set(map(word_key, theirs))
@@ -317,9 +380,13 @@ class Table(Dataset[object]):
         return len(theirs)
 
     def _fills(self, numbers: np.ndarray) -> Tensor:
-        """Return the replacement of a missing number for each column.
+        """Return the number that replaces missing values in each column, float64 `[F]`.
 
-        Raise ConfigError if a column has only missing values.
+        Args:
+            numbers: The columns of numbers in the training split, float64 `[N, F]`.
+
+        Raises:
+            ConfigError: A column has only missing values.
         """
         fills = []
         for name, column in zip(self.columns, numbers.T, strict=True):
@@ -333,28 +400,33 @@ class Table(Dataset[object]):
                 )
             if self.impute == "most_frequent":
                 values, counts = np.unique(known, return_counts=True)
-                fills.append(float(values[counts.argmax()]))  # the smallest of equally frequent values
+                fills.append(float(values[counts.argmax()]))  # argmax selects the smallest of equally frequent values.
             else:
                 fills.append(float(np.median(known) if self.impute == "median" else known.mean()))
         return torch.tensor(fills, dtype=torch.float64)
 
     def _words_of(self, column: Words, counts: np.ndarray) -> list[str]:
-        """Return the words that occur in these rows, in order. The word of a missing value is last."""
+        """Return the words that occur in the rows of this split. MISSING is the last word if words are missing.
+
+        Args:
+            column: The column of words.
+            counts: The number of rows with each word; see `_counts`.
+        """
         words = [name for name, count in zip(column.names, counts[1:].tolist(), strict=True) if count]
         has_missing = counts[0] > 0 and self.impute != "most_frequent"
         return [*words, MISSING] if has_missing else words
 
 
 class ShippedTable(Table):
-    """Base class of tables of numbers that scikit-learn ships.
+    """Base class of tables of numbers that are included in scikit-learn's package.
 
     Args:
         standardise: See Table.
 
     Attributes:
-        files: The files in scikit-learn's data folder.
+        files: The names of the files in scikit-learn's data folder.
         names: The names of the features.
-        labels: The names of the classes; None for a regression.
+        labels: The names of the classes. None for a regression.
     """
 
     files: tuple[str, ...]
@@ -363,7 +435,7 @@ class ShippedTable(Table):
 
     def __init__(self, *, standardise: bool = True) -> None:
         is_class = self.labels is not None
-        # Files of classes are in CSV, after a line with the number of rows.
+        # Files with classes are CSV files. Their first line contains the number of rows.
         features, targets = shipped_columns(*self.files, delimiter="," if is_class else None, skip_lines=int(is_class))
         target = Words(codes=targets.astype(np.int64), names=self.labels) if self.labels else targets[:, None]
         super().__init__(columns=self.names, numbers=features, targets={TARGET: target}, standardise=standardise)
@@ -376,7 +448,10 @@ _MEASURED = (
 
 
 class BreastCancer(ShippedTable):
-    """Breast cancer Wisconsin (diagnostic): 569 rows, 30 features, malignant (0) or benign (1)."""
+    """Data set Breast Cancer Wisconsin (Diagnostic): 569 rows, 30 features.
+
+    The classes are malignant (0) and benign (1).
+    """
 
     files = ("breast_cancer.csv",)
     names = tuple(f"{kind}_{name}" for kind in ("mean", "error", "worst") for name in _MEASURED)
@@ -384,7 +459,7 @@ class BreastCancer(ShippedTable):
 
 
 class Wine(ShippedTable):
-    """Wine recognition: 178 rows, 13 features of a chemical analysis, three growers."""
+    """Data set Wine Recognition: 178 rows, 13 features of a chemical analysis. The class is one of three growers."""
 
     files = ("wine_data.csv",)
     names = (
@@ -395,9 +470,9 @@ class Wine(ShippedTable):
 
 
 class Diabetes(ShippedTable):
-    """Diabetes data of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features.
+    """Data set on diabetes of Efron et al. (Least Angle Regression, 2004): 442 rows, 10 features.
 
-    The target is the progression of the disease after a year.
+    The target is a number: the progression of the disease after a year.
     """
 
     files = ("diabetes_data_raw.csv.gz", "diabetes_target.csv.gz")
@@ -405,15 +480,15 @@ class Diabetes(ShippedTable):
 
 
 def moments(values: np.ndarray, *, scratch: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation of each column of float64 `[N, F]`.
+    """Return the mean and the standard deviation of each column, float64 `[F]`.
 
-    The deviation of a constant column is 1. A column counts as constant if its deviation is within rounding errors, as
-    in scikit-learn's StandardScaler.
+    The standard deviation of a constant column is 1, so that it can be a divisor. As in scikit-learn's StandardScaler,
+    a column counts as constant if its standard deviation is within rounding errors.
 
     Args:
-        values: The columns.
-        scratch: Memory for intermediate results, of the shape of `values`. It may be `values`, which then changes. None
-            allocates it.
+        values: The F columns, float64 `[N, F]`.
+        scratch: An array for intermediate results with the shape of `values`. It may be `values`, which is overwritten.
+            Default: None, which allocates an array.
     """
     count, mean = len(values), values.mean(0)
     squares = np.subtract(values, mean, out=scratch)

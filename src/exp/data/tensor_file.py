@@ -1,4 +1,4 @@
-"""Tensors from a file: .npz of NumPy, or .pt of torch."""
+"""Data set of the tensors in a file: .npz of NumPy, or .pt of torch."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from exp.data.labels import classes_in
 
 
 class TensorFile(Tensors):
-    """Two arrays of a file as inputs and targets.
+    """Data set of two arrays `[N, ...]` in a file: the inputs and the targets.
 
-    Nothing in a file is executed: pickles in .npz and code in .pt are errors.
+    Pickles in an .npz file and code in a .pt file are errors, because loading them could execute code.
 
-    Inputs `[N, ...]`: float64 stays float64. Other floating numbers and bytes (pixels) become float32. Other integers
-    (tokens) become int64.
-    Targets `[N, ...]`: Integers are classes, int64. Floating numbers are regression targets, with the same dtypes as
-    inputs, and `[N]` becomes `[N, 1]`. A run rounds float64 to float32 unless its precision is fp64.
+    Inputs of float64 keep their dtype. Inputs of other floating dtypes and of uint8 (pixels) become float32. Inputs of
+    other integers (tokens) become int64. Targets of integers are class numbers, int64. Targets of floating numbers are
+    regression targets with the same dtypes as inputs, and are reshaped from `[N]` to `[N, 1]`. The run converts float64
+    to float32 later, unless its precision is fp64.
 
     Args:
         path: The file, relative to the current folder or to `directory`.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        input: The name of the inputs in the file. A .pt file may contain a pair of tensors without names.
-        target: The name of the targets in the file; None for samples without targets.
-        scale: The factor by which floating inputs and bytes are multiplied; 0.00392 maps pixels to 0 to 1.
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        input: The name of the inputs in the file. Default: `input`. If a .pt file contains a pair of tensors without
+            names, the first tensor is the inputs.
+        target: The name of the targets in the file. Default: `target`. None means that samples have no targets.
+        scale: The factor by which inputs of floating numbers and of uint8 are multiplied. Default: 1. The factor
+            0.00392 maps pixels to the range 0 to 1.
 
     Raises:
-        ConfigError: The file or a name does not exist, the arrays differ in length, or a number is not finite.
+        ConfigError: The file or an array does not exist, the arrays differ in length, or a number is not finite.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ def _float(tensor: Tensor) -> Tensor:
 
 
 def read_arrays(file: Path, *, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return arrays of a file as tensors.
+    """Return some arrays of a file as tensors.
 
     Args:
         file: A .npz, .pt or .pth file.
-        names: The names in the file, by the name in the result.
+        names: A mapping from the names of the tensors to return to the names of the arrays in the file.
 
     Raises:
-        ConfigError: The file has another format, or a name does not exist.
+        ConfigError: The format of the file is not supported, or an array does not exist.
     """
     if file.suffix == ".npz":
         arrays = {name: array for name, array in read_archive(file).items() if array.dtype.kind in NUMERIC}

@@ -1,4 +1,4 @@
-"""Text data for character models, which predict the next character."""
+"""Data set of text for language models that predict the next character."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from exp.data.splits import contiguous_splits
 from exp.shared_types import Stage
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# The key of the vocabulary in the statistics that fit() returns.
+# The key of the vocabulary in the statistics that Text.fit returns.
 FITTED = "characters"
 
 
 class Text(Dataset[object]):
-    """The text of files, encoded as numbers of the characters in the training split.
+    """Data set of the text in files. Each character is encoded as a number from the vocabulary of the training split.
 
     Args:
-        files: One or several files or glob patterns (`books/**/*.txt`), relative to the current folder or to
-            `directory`. None reads the top level of Python's standard library: 4.7 million characters that exist on
-            every machine. The files are joined in the order of their names.
-        directory: The folder that is searched if a pattern matches no file in the current folder.
-        block_size: The number of characters in a sample, T.
-        vocabulary_size: The number of characters in the vocabulary; None for all characters of the training split.
-            The most frequent characters are kept. All others become a single unknown character.
+        files: One or several files or glob patterns such as `books/**/*.txt`, relative to the current folder or to
+            `directory`. The texts are joined in the order of the file names. Default: the modules at the top level of
+            Python's standard library, because these 4.7 million characters exist on every machine.
+        directory: The folder that is searched if a pattern matches no file in the current folder. Default: `data`.
+        block_size: The number of characters in a sample, T. Default: 64.
+        vocabulary_size: The number of characters in the vocabulary. The most frequent characters of the training split
+            are kept, and all others become a single unknown character. Default: all characters of the training split.
+
+    Attributes:
+        codes: The Unicode code points of the text, uint32.
 
     Raises:
         ConfigError: A pattern matches no file, or a file is not UTF-8.
@@ -54,11 +57,11 @@ class Text(Dataset[object]):
         self.block_size, self.vocabulary_size = block_size, vocabulary_size
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks, which are the samples."""
         return max(0, (len(self.codes) - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Text]:
-        """Return contiguous splits in the order of the text. The splits share no characters.
+        """Return consecutive parts of the text as splits, by name. The splits do not overlap.
 
         Args:
             sizes: The size of each split: a fraction of the characters, or a whole number of blocks.
@@ -69,14 +72,17 @@ class Text(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the characters of this split, which become the vocabulary of all splits."""
+        """Return the statistics of this split: its characters, which are the vocabulary of all splits."""
         return {FITTED: Vocabulary.of(self.codes, size=self.vocabulary_size).characters}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Return the blocks of the text, encoded with the characters of the training split.
+        """Return a data set of the blocks of the encoded text.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
-            ConfigError: The text is shorter than a block, or the training split is not text.
+            ConfigError: The text is shorter than a block, or the training split is not a Text data set.
         """
         vocabulary = Vocabulary(characters=fitted_entry(fitted, FITTED, part=self))
         tokens = vocabulary.encode(self.codes)
@@ -84,7 +90,11 @@ class Text(Dataset[object]):
 
 
 class Vocabulary:
-    """The characters of a text in the order of their numbers. Number 0 is the unknown character."""
+    """Mapping between the characters of a text and their numbers. The number 0 means the unknown character.
+
+    Args:
+        characters: The characters in the order of their numbers. The first one replaces unknown characters.
+    """
 
     unit = "characters"
     unknown = 0
@@ -97,16 +107,17 @@ class Vocabulary:
 
     @classmethod
     def of(cls, codes: np.ndarray, *, size: int | None = None) -> Vocabulary:
-        """Return the vocabulary of a text: the unknown character, followed by the others in the order of Unicode.
+        """Return the vocabulary of a text. The numbers 1, 2, 3, ... are in the order of Unicode.
 
         Args:
             codes: The code points of the text.
-            size: The number of characters to keep, the most frequent first; None for all characters.
+            size: The number of characters in the vocabulary. The most frequent characters are kept. Default: all
+                characters.
         """
         counts = np.bincount(codes)
         known = np.flatnonzero(counts)
         if size is not None and size < len(known):
-            # The sort is stable, so that of two equally frequent characters the first in Unicode is kept.
+            # The sort is stable. If two characters are equally frequent, the first one in Unicode is therefore kept.
             known = np.sort(known[np.argsort(-counts[known], kind="stable")[:size]])
         return cls(characters=UNKNOWN + "".join(map(chr, known)))
 
@@ -117,17 +128,21 @@ class Vocabulary:
         return "".join(self.characters[token] for token in tokens.tolist())
 
     def encode(self, codes: np.ndarray) -> Tensor:
-        """Return the numbers of code points, `[T]`, in the smallest dtype."""
+        """Return the numbers of characters, `[T]`, in the smallest dtype that can represent the vocabulary.
+
+        Args:
+            codes: The code points of the characters, uint32 `[T]`.
+        """
         numbers = np.append(self._numbers, self._numbers.dtype.type(0))
         return torch.from_numpy(numbers[np.minimum(codes, len(self._numbers))])
 
 
 class Decoder(Protocol):
-    """Converts numbers to text.
+    """Interface of vocabularies, which convert the numbers of characters or tokens to text.
 
     Attributes:
-        unit: The name of the numbered elements in the plural, such as "characters".
-        unknown: The number of the unknown element; None if there is no unknown element.
+        unit: The name of the elements of the vocabulary in the plural, such as "characters".
+        unknown: The number that means an unknown element. None if the vocabulary has no such number.
     """
 
     unit: str
@@ -136,19 +151,32 @@ class Decoder(Protocol):
     def unknown(self) -> int | None: ...
 
     def __len__(self) -> int:
-        """Return the number of elements, V."""
+        """Return the number of elements in the vocabulary."""
 
     def decode(self, tokens: Tensor) -> str:
-        """Return the text of numbers `[T]`."""
+        """Return the text that consists of some elements.
+
+        Args:
+            tokens: The numbers of the elements, integers `[T]`.
+        """
 
 
 class TextBlocks(Gathered):
-    """Blocks of a text.
+    """Data set of blocks of a text. A block has T characters or tokens.
 
-    Input and target are int64 `[T]`; the target is the next character or token of each position.
+    The input is int64 `[T]`: the numbers of the tokens. The target is int64 `[T]`: the token after each position.
 
-    In training, the blocks of each epoch start at a different offset below T, so that the context of a token varies.
-    The last block then wraps around to the beginning of the text.
+    The training blocks of each epoch start at a different offset below T, so that the context of a token varies between
+    epochs. If there is an offset, the last block may continue at the beginning of the text.
+
+    Args:
+        tokens: The numbers of all tokens in the text, `[N]`.
+        block_size: The number of tokens in a block, T.
+        vocabulary: The vocabulary of the numbers.
+        offset: The position of the first block in the text. Default: 0.
+
+    Raises:
+        ConfigError: The text is too short for one block.
     """
 
     def __init__(self, *, tokens: Tensor, block_size: int, vocabulary: Decoder, offset: int = 0) -> None:
@@ -158,7 +186,8 @@ class TextBlocks(Gathered):
             got = f"{block_size}, although a split has only {len(tokens)} {vocabulary.unit}"
             expected = f"at most {max(1, len(tokens) - 1)}, because the last position needs a target"
             raise data_error("dataset.block_size", got=got, expected=expected)
-        # A view of the tokens. Windows overlap by one token, which is a target in one block and an input in the next.
+        # The windows are views of the tokens. Two neighboring windows share one token: the last target of the first
+        # window is the first input of the second window.
         self._windows = tokens[offset:].unfold(0, block_size + 1, block_size)
         self._last: Tensor | None = None
         if len(self._windows) < len(self):
@@ -167,7 +196,7 @@ class TextBlocks(Gathered):
 
     @property
     def value_names(self) -> ValueNames:
-        """The text of each number, in quotation marks."""
+        """The text of each element of the vocabulary in quotation marks, as names of the classes for display."""
         words = [repr(self.vocabulary.decode(torch.tensor([number]))) for number in range(len(self.vocabulary))]
         unknown = self.vocabulary.unknown
         return ValueNames(
@@ -184,7 +213,7 @@ class TextBlocks(Gathered):
         else:
             windows = self._windows.index_select(0, indices.clamp_max(len(self._windows) - 1)).long()
             windows[indices == len(self._windows)] = self._last.long()
-        # contiguous is required because for int64 tokens, long() returns a view and not a copy.
+        # contiguous is required because long() does not copy tokens that already are int64.
         return windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
 
     def at_epoch(self, *, seed: int, epoch: int) -> TextBlocks:
@@ -193,7 +222,7 @@ class TextBlocks(Gathered):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file. Raise ConfigError for any other encoding."""
+    """Return the text of a UTF-8 file. Raise ConfigError if the file is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -202,7 +231,7 @@ def read_text(path: Path) -> str:
 
 
 def code_points(text: str) -> np.ndarray:
-    """Return the code points of a text, uint32 `[T]`."""
+    """Return the Unicode code points of a text, uint32 `[T]`."""
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 

@@ -1,7 +1,8 @@
-"""Data sets of samples without targets for predictions. They are encoded with the statistics of the training split.
+"""Data sets of samples without targets, for the prediction of a trained run.
 
-The attribute `unlabelled` of a data set names the class in this module that reads its files. If a data set has no such
-attribute, UnlabelledArrays reads the files.
+The samples are encoded with the statistics of the run's training split. The attribute `unlabelled` of the run's data
+set names the class in this module that reads files of the same format. If the data set does not have the attribute,
+UnlabelledArrays reads the files.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from exp.nested import tensors_in
 from exp.shared_types import Stage, TensorSpec, tensor_specs
 
 INPUT = "input"
-# The options of the run's data set by name, and the names of options that several classes share.
+# The values of the options that the run's config sets for its data set, by name.
 Options = Mapping[str, Any]
 NONE: Options = MappingProxyType({})
 DIALECT = ("delimiter", "decimal", "header")
@@ -54,24 +55,24 @@ HELD = f"a finite number that fits in float32, {torch.finfo(torch.float32).max:.
 
 
 class Unlabelled(Dataset[object]):
-    """Base class of files that are encoded with the statistics of the training split."""
+    """Base class of data sets that need statistics from the checkpoint of a run."""
 
     def fit(self) -> Fitted:
-        """Raise ConfigError, because the statistics must come from a checkpoint."""
+        """Raise ConfigError, because the statistics must be read from a checkpoint."""
         raise data_error("test", got="rows without targets, and no checkpoint", expected="the checkpoint of a run")
 
 
 class UnlabelledTable(Unlabelled):
-    """Rows of a table, encoded like those of the training split.
+    """Data set of the rows of a table without targets, for a run on a Csv data set.
 
-    Columns that the training split does not have are not read.
+    Only the columns that are inputs of the run are read.
 
     Args:
         path: A .csv, .parquet, .jsonl or .npz file with named columns.
-        options: Values for the parameters of Csv that OPTIONS lists.
+        options: The options of the run's Csv data set, for the names in OPTIONS. Missing options have their default.
 
     Attributes:
-        table: The rows without targets, which `prepare` sets.
+        table: The rows. `prepare` sets this attribute.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -85,7 +86,10 @@ class UnlabelledTable(Unlabelled):
         self.encoding = {name: options[name] for name in ENCODING if name in options}
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Return the rows encoded with the statistics of the training split.
+        """Return a data set of the encoded rows in memory.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
             ConfigError: A column of the training split does not exist, or a value does not match its column.
@@ -94,7 +98,7 @@ class UnlabelledTable(Unlabelled):
         return self.table.prepare(fitted)
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> list[str]:
-        """Return a note for each column with words that are not in the training split, one line each."""
+        """Return a note of one line for each column with words that are not in the training split."""
         return self.table.notes_in(fitted, stage="the input")
 
 
@@ -107,12 +111,12 @@ def trained_table(
     encoding: Encoding = "one_hot",
     standardise: bool = True,
 ) -> Table:
-    """Return the columns of the training split from another file, as a table without targets.
+    """Return a table without targets that has the same columns as the training split.
 
     Args:
-        source: The columns of the file.
+        source: The source of the columns.
         statistics: The statistics of the training split; see Table.fit.
-        dates: Columns of dates in addition to those of the training split; see Csv.
+        dates: The columns of dates, in addition to the columns of dates in the training split; see Csv.
         impute: See Table.
         encoding: See Table.
         standardise: See Table.
@@ -141,18 +145,22 @@ def trained_table(
         encoding=encoding,
     )
     if numbers:
-        # The encoding is in float64, because standardization may bring a number into the range of float32.
+        # The check uses encoded numbers in float64, because a number above the range of float32 may be in the range
+        # after standardization.
         encoded = table.encode({FITTED: statistics})[INPUT][:, : len(numbers)]
         refuse_overflow(encoded, source, numbers, found.numbers)
     return table
 
 
 class UnlabelledSeries(Unlabelled):
-    """Windows of a time series, float32 `[T, C]`, standardized as in training.
+    """Data set of windows of a time series without targets, for a run on a Windows data set.
+
+    A sample is a window, float32 `[T, C]`, standardized with the statistics of the training split.
 
     Args:
         path: A .csv, .parquet, .jsonl, .npz or .npy file with rows in the order of time.
-        options: Values for the parameters of Windows that OPTIONS lists.
+        options: The options of the run's Windows data set, for the names in OPTIONS. Missing options have their
+            default.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -166,7 +174,10 @@ class UnlabelledSeries(Unlabelled):
         self.length, self.stride, self.columns, self.standardise = (given[name] for name in self.OPTIONS[-4:])
 
     def prepare(self, fitted: Fitted) -> Tensors:
-        """Return the standardized windows.
+        """Return a data set of the standardized windows in memory.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
             ConfigError: A column of the training split does not exist, or the file has fewer rows than a window.
@@ -188,15 +199,17 @@ class UnlabelledSeries(Unlabelled):
 
 
 class UnlabelledImages(Dataset[Tensor]):
-    """Pictures float32 `[C, H, W]`, converted like those of the training split.
+    """Data set of pictures without targets, for a run on an Images data set.
+
+    A sample is a picture, float32 `[C, H, W]`, converted with the options of the run.
 
     Args:
-        path: A picture, a folder, or a CSV file. In a folder, all pictures at any depth are read, sorted by name. A CSV
-            file has a column of paths, which are relative to the CSV file.
-        options: Values for the parameters of Images that OPTIONS lists.
+        path: A picture, a folder, or a CSV file. All pictures in a folder and its subfolders are read, sorted by path.
+            A CSV file has a column of paths, which are relative to the folder of the CSV file.
+        options: The options of the run's Images data set, for the names in OPTIONS. Missing options have their default.
 
     Raises:
-        ConfigError: There is no picture.
+        ConfigError: The path contains no picture.
     """
 
     OPTIONS = ("picture", *PICTURE)
@@ -213,11 +226,12 @@ class UnlabelledImages(Dataset[Tensor]):
 
 
 class UnlabelledRecords(Dataset[object]):
-    """Samples from records, made from the columns that the training split has.
+    """Data set of records without targets, for a run on a Shards data set.
 
     Args:
-        path: A file of records; see Shards.
-        options: Values for the parameters of Shards that OPTIONS lists. The columns in `target` are not read.
+        path: A file of records; see Shards for the formats.
+        options: The options of the run's Shards data set, for the names in OPTIONS. Missing options have their default.
+            The columns in `target` are not read.
 
     Raises:
         ConfigError: The file or a column does not exist, or the first record is not a valid sample.
@@ -248,7 +262,7 @@ class UnlabelledRecords(Dataset[object]):
         return list(self.file.records())
 
     def __getstate__(self) -> dict[str, object]:
-        # Open files cannot be pickled. A worker opens the file again.
+        # Records may refer to open files, which cannot be pickled. A worker opens the file itself.
         return {name: value for name, value in vars(self).items() if name != "_records"}
 
     def __len__(self) -> int:
@@ -263,18 +277,21 @@ class UnlabelledRecords(Dataset[object]):
 
 
 class UnlabelledArrays(Tensors):
-    """Arrays `[N, ...]` with the names of the network's inputs, as the run's data set returns them before transforms.
+    """Data set of arrays `[N, ...]` with the names of the network's inputs.
 
-    Floating numbers and bytes become float32, or the dtype of the network's input. Other integers become int64.
+    The arrays must be in the form that the run's data set returns before its transforms. If there are no transforms,
+    the arrays are converted to the dtypes of the network's inputs. If there are transforms, floating numbers and uint8
+    become float32, and other integers become int64.
 
     Args:
-        path: An .npz or .npy file of arrays, or a .jsonl file of lists by input name.
-        options: Values of OPTIONS. `inputs` has the inputs of the network, as in
-            {input: {shape: [1, 8, 8], dtype: float32}}. `is_final` states whether samples already have the shape of the
-            network's input, because there are no transforms. `scale` multiplies floating inputs and bytes.
+        path: An .npz or .npy file of arrays, or a .jsonl file of objects with a list for each input.
+        options: The option `inputs` is the shape and dtype of each network input, such as
+            {input: {shape: [1, 8, 8], dtype: float32}}. The option `is_final` is true if there are no transforms, so
+            that the arrays must have these shapes; default: true. The option `scale` is a factor for floating numbers
+            and uint8; default: 1.
 
     Raises:
-        ConfigError: The file cannot be read, or arrays have the wrong names or shapes.
+        ConfigError: The file cannot be read, or the names or shapes of the arrays are wrong.
     """
 
     OPTIONS = ("inputs", "is_final", "scale")
@@ -297,13 +314,13 @@ class UnlabelledArrays(Tensors):
 
 
 def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], values: np.ndarray) -> None:
-    """Raise ConfigError for the first value that does not fit in float32 after its encoding.
+    """Raise ConfigError if an encoded value is outside the range of float32.
 
     Args:
-        encoded: The encoded values, `[N, C]`.
-        source: The file, for the message.
-        names: The names of the C columns.
-        values: The values before encoding, `[N, C]`.
+        encoded: The encoded values of C columns, float64 `[N, C]`.
+        source: The source of the columns, for the message.
+        names: The names of the columns.
+        values: The values before their encoding, `[N, C]`, for the message.
     """
     wrong = (~encoded.float().isfinite()).nonzero()
     if len(wrong):
@@ -312,7 +329,15 @@ def refuse_overflow(encoded: Tensor, source: Source, names: Sequence[str], value
 
 
 def pictures_at(place: Path, options: Options) -> list[Path]:
-    """Return the pictures at a path in the order of UnlabelledImages. Raise ConfigError if there is no picture."""
+    """Return the paths of the pictures that a path contains; see UnlabelledImages.
+
+    Args:
+        place: A picture, a folder, or a CSV file with a column of paths.
+        options: The option `picture` is the name of the column of paths in a CSV file; default: `path`.
+
+    Raises:
+        ConfigError: The path contains no picture.
+    """
     if place.suffix.lower() == ".csv":
         given = {"picture": "path", **options}
         source = CsvSource(place)
@@ -326,7 +351,12 @@ def pictures_at(place: Path, options: Options) -> list[Path]:
 
 
 def _require_header(file: Path, names: Sequence[str]) -> None:
-    """Raise ConfigError if a .csv file has no header, because its first sample would be read as column names."""
+    """Raise ConfigError if a .csv file has no header, because its first row would be read as column names.
+
+    Args:
+        file: The file.
+        names: The texts in the first line of the file. The file has no header if all of them are numbers.
+    """
     are_numbers = file.suffix == ".csv" and all(finite_number(name) is not None for name in names)
     if are_numbers and list(names) != [str(number) for number in range(len(names))]:
         fix = "Add a first line with the names of the columns"

@@ -1,4 +1,7 @@
-"""Windows of time series. A sample is a window of rows, and the target is the rows that follow it."""
+"""Data set of windows of a time series.
+
+The input of a sample is a window of consecutive rows. The target is in the rows after the window.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +32,29 @@ NO_NUMBER = "Set data.dataset.columns to the columns of numbers, and data.datase
 
 
 class Windows(Dataset[object]):
-    """A time series from a file, cut into windows.
+    """Data set of windows of a time series in a file.
 
-    A sample is (input, target). The input is T rows, float32 `[T, C]`. The target is the target column in the next
-    rows, float32 `[horizon]`, or `[horizon, K]` if `targets` is a list. The splits are consecutive in time. Columns
-    without a name, such as an index that pandas wrote, are left out.
+    The input is a window of T consecutive rows, float32 `[T, C]` for C columns. The target is the target column in the
+    next `horizon` rows, float32 `[horizon]`. If `targets` is a list of K columns, the target is float32 `[horizon, K]`.
+    The splits are consecutive in time. Columns without a name are left out, such as the index that pandas writes.
 
     Args:
-        path: A .csv, .parquet, .jsonl, .npz or .npy file, `[N]` or `[N, C]`. The path is relative to the current folder
-            or to `directory`.
-        targets: The columns to predict, one or a list, by name, or by number from 0 if the file has no header.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        length: The number of rows in an input, T.
-        horizon: The number of rows to predict.
-        stride: The number of rows from the start of one window to the start of the next.
-        columns: The input columns, in order; None for all columns. A target need not be an input.
-        time: A column of dates or numbers that must increase from row to row. It is not an input.
+        path: A .csv, .parquet, .jsonl, .npz or .npy file. The array in a .npy file is `[N]` or `[N, C]` for N rows. The
+            path is relative to the current folder or to `directory`.
+        targets: The column to predict, or a list of columns. Columns are given by name. If the file has no header, they
+            are given by number, counted from 0.
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        length: The number of rows in an input, T. Default: 24.
+        horizon: The number of rows to predict. Default: 1.
+        stride: The number of rows between the starts of two consecutive windows. Default: 1.
+        columns: The input columns in order. Default: all columns except `time`. A target need not be an input.
+        time: A column of dates or numbers, which must increase from row to row. Default: None, which does not check the
+            order. The column is not an input.
         delimiter: See Csv.
         decimal: See Csv.
         header: See Csv.
         standardise: Whether to scale each column, including targets, to mean 0 and standard deviation 1 in the training
-            split.
+            split. Default: True.
 
     Raises:
         ConfigError: The file or a column does not exist, a value is not a finite number, or the rows are not in the
@@ -93,11 +98,11 @@ class Windows(Dataset[object]):
         self.length, self.horizon, self.stride, self.standardise = length, horizon, stride, standardise
 
     def __len__(self) -> int:
-        """Return the number of windows."""
+        """Return the number of windows, which are the samples."""
         return max(0, (len(self.values) - self.length - self.horizon) // self.stride + 1)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Windows]:
-        """Return contiguous splits in the order of time. No window contains rows of two splits.
+        """Return consecutive rows as splits, by name. The rows of a window, including its targets, are in one split.
 
         Args:
             sizes: The size of each split: a fraction of the rows, or a whole number of windows.
@@ -110,7 +115,7 @@ class Windows(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the mean and the standard deviation of each column in these rows."""
+        """Return the statistics of this split: the names, means and standard deviations of the columns."""
         means, deviations = moments(self.values)
         found = {"columns": list(self.columns), "means": means, "deviations": deviations}
         if self.standardise:
@@ -119,11 +124,14 @@ class Windows(Dataset[object]):
         return {FITTED: found}
 
     def prepare(self, fitted: Fitted) -> WindowedRows:
-        """Return the windows, standardized with the statistics of the training split.
+        """Return a data set of the windows. If `standardise` is True, they are standardized.
+
+        Args:
+            fitted: The statistics of the training split.
 
         Raises:
-            ConfigError: There are fewer rows than a window needs, or the columns differ from those of the training
-                split.
+            ConfigError: The split has too few rows for one window, or its columns differ from the columns of the
+                training split.
         """
         statistics = fitted_entry(fitted, FITTED, part=self)
         if list(self.columns) != statistics["columns"]:
@@ -154,13 +162,22 @@ class Windows(Dataset[object]):
 
 
 class WindowedRows(Gathered):
-    """Windows of rows `[N, C]`, and of the targets that follow them, `[N]` or `[N, K]`; see Windows."""
+    """Data set of windows of consecutive rows, and of the targets after each window; see Windows.
+
+    Args:
+        rows: The input columns of all N rows, float32 `[N, C]`.
+        targets: The target column of all rows, float32 `[N]`, or K target columns, float32 `[N, K]`.
+        length: The number of rows in an input.
+        horizon: The number of rows to predict.
+        stride: The number of rows between the starts of two consecutive windows.
+        value_names: The names of the columns, for display.
+    """
 
     def __init__(
         self, *, rows: Tensor, targets: Tensor, length: int, horizon: int, stride: int, value_names: ValueNames
     ) -> None:
         self.value_names = value_names
-        # unfold returns views in which the rows of a window are the last axis.
+        # unfold returns a view. Its last axis is the position of a row in the window.
         self._rows = rows[: len(rows) - horizon].unfold(0, length, stride)
         self._targets = targets[length:].unfold(0, horizon, stride)
 
@@ -168,18 +185,18 @@ class WindowedRows(Gathered):
         return len(self._targets)
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the windows at indices, and their targets."""
+        """Return a batch of the windows at some indices, and of their targets."""
         rows, targets = (part.index_select(0, indices) for part in (self._rows, self._targets))
         return rows.transpose(1, 2).contiguous(), targets.transpose(1, targets.dim() - 1).contiguous()
 
 
 def series_of(source: Source, names: Sequence[str], *, text_fix: str = "") -> np.ndarray:
-    """Return columns of numbers, float64 `[N, C]`.
+    """Return some columns of numbers, float64 `[N, C]`.
 
     Args:
-        source: The file.
-        names: The columns.
-        text_fix: The fix for a text that is not a number.
+        source: The source of the columns.
+        names: The names of the C columns.
+        text_fix: The fix that is reported for a text that is not a number. Default: no fix.
 
     Raises:
         ConfigError: A value is missing or not a number.

@@ -1,4 +1,4 @@
-"""Batches of any torch Dataset. torch's DataLoader and its workers read the samples."""
+"""Loader that reads the samples of any torch Dataset with torch's DataLoader and its worker processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """Options of torch's DataLoader. None means the default of DataLoader."""
+    """Options of torch's DataLoader; see the parameters of DataLoader. None means the default of DataLoader."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -49,7 +49,8 @@ class FetchOptions:
         """
         parallel: dict[str, Any] = {}
         if self.num_workers:
-            # Workers are ended at exit, because the traceback of a failed run keeps references to them.
+            # Workers are killed at exit. The DataLoader does not stop them if a run fails, because the traceback still
+            # refers to the DataLoader.
             util.Finalize(None, end_workers, exitpriority=0)
             parallel = {
                 "prefetch_factor": self.prefetch_factor,
@@ -61,7 +62,8 @@ class FetchOptions:
             dataset,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            # DataLoader draws a seed for its workers. This generator leaves torch's default generator unchanged.
+            # DataLoader draws a seed for its workers. It uses this generator, so that the state of torch's default
+            # generator does not change.
             generator=torch.Generator(),
             **parallel,
             **arguments,
@@ -70,10 +72,10 @@ class FetchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A sample and its index.
+    """Sample with its index.
 
     Args:
-        index: The index in the split or in the stream.
+        index: The index of the sample in the split or in the stream.
         data: The values of the sample.
     """
 
@@ -83,13 +85,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Makes batches from samples, and checks their labels.
+    """Function that makes a batch from a list of samples and checks its labels.
 
     Args:
-        collate: Makes a batch from a list of samples.
-        form: Converts batches for the network.
+        collate: The collate function.
+        form: The function that converts batches to the form that the network expects.
         labels: The valid labels.
-        name_of: Returns the name of a sample from its index, for messages.
+        name_of: A function that returns the name of a sample for messages, given the index of the sample.
     """
 
     collate: Collate
@@ -98,14 +100,18 @@ class Assembly:
     name_of: Callable[[int], str]
 
     def __call__(self, samples: Sequence[Sample | ExpError]) -> object:
-        """Return the batch of samples. If a sample or the batch is invalid, return the ExpError without raising it."""
+        """Return the batch of a list of samples.
+
+        Errors are returned instead of raised: the error in `samples` if it contains one, or the error that occurs when
+        the batch is made.
+        """
         if (failed := next((sample for sample in samples if isinstance(sample, ExpError)), None)) is not None:
             return failed
         read = [sample for sample in samples if isinstance(sample, Sample)]
         is_default = self.collate is default_collate
         try:
-            # tv_tensors are converted first, because torch's default_collate returns a tv_tensor in a worker and a
-            # plain tensor in the main process.
+            # tv_tensors are converted to plain tensors first. If they are not, torch's default_collate returns a
+            # tv_tensor in a worker, and a plain tensor in the main process.
             batch = self.collate([plain_tensors(sample.data) if is_default else sample.data for sample in read])
             batch = self.form(batch)
             self.labels.refuse(batch, lambda place: self._place(read, place, batch))
@@ -122,12 +128,17 @@ class Assembly:
         target = target_in(batch)
         if isinstance(target, Tensor) and target.dim() and len(target) == len(samples):
             return self.name_of(samples[place].index)
-        # A user's collate function may put several samples into one row.
+        # A user's collate function may combine several samples in one row of the batch.
         return f"one of the samples from {self.name_of(samples[0].index)} to {self.name_of(samples[-1].index)}"
 
 
 def _collate_error(error: BaseException, place: str) -> SampleError:
-    """Return the error for samples that torch's default_collate cannot batch."""
+    """Return the error for samples that torch's default_collate cannot batch.
+
+    Args:
+        error: The exception of default_collate.
+        place: The range of samples, such as "from sample 0 of train to sample 7 of train".
+    """
     expected = "samples of the same size that contain tensors, arrays, numbers or texts"
     fix = "Pad the samples with data.collate=pad, resize them in data.transforms, or set data.collate to your function"
     got = f"samples {place}, which cannot be batched: {one_line(error)}"
@@ -135,7 +146,7 @@ def _collate_error(error: BaseException, place: str) -> SampleError:
 
 
 def batch_of(data: object) -> object:
-    """Return a DataLoader's result as a batch. If the result is an ExpError, raise it."""
+    """Return the batch in an item of a DataLoader. If the item is an ExpError, raise the error."""
     if isinstance(data, ExpError):
         raise data
     return as_batch(data)
@@ -144,8 +155,12 @@ def batch_of(data: object) -> object:
 def user_error(error: BaseException, *, what: str) -> UserCodeError:
     """Return a UserCodeError for an exception in the user's code, including SystemExit and GeneratorExit.
 
-    In the main process, KeyboardInterrupt and Interrupted are raised again, because a signal may have caused them.
-    Workers ignore signals.
+    KeyboardInterrupt and Interrupted are raised again in the main process, because a signal may have caused them. They
+    are not raised again in workers, because workers ignore signals.
+
+    Args:
+        error: The exception.
+        what: A description of the operation that failed, such as "reading sample 3 of train".
     """
     if isinstance(error, KeyboardInterrupt | Interrupted) and get_worker_info() is None:
         raise error
@@ -153,12 +168,19 @@ def user_error(error: BaseException, *, what: str) -> UserCodeError:
 
 
 class SampleSource(Dataset["Sample | ExpError"]):
-    """Samples by (epoch, index). Before each sample, the generators are seeded from (seed, split, epoch, index).
+    """Data set of the transformed samples of a split. The key of a sample is the pair (epoch, index).
 
-    Random augmentation therefore does not depend on the process that reads a sample.
+    The generators are seeded from (seed, split, epoch, index) before each sample is read. Random augmentation therefore
+    does not depend on the process that reads the sample.
 
-    If a sample cannot be read, the error is returned and not raised. torch would replace the message of an exception in
-    a worker, and would take a StopIteration for the end of the data.
+    If a sample cannot be read, the error is returned instead of raised. torch would change the message of an exception
+    in a worker, and would treat a StopIteration as the end of the data.
+
+    Args:
+        dataset: The split.
+        transforms: The transforms of its samples.
+        seed: The seed of the run.
+        stage: The name of the split.
     """
 
     def __init__(self, *, dataset: Dataset[object], transforms: Sequence[Transform], seed: int, stage: Stage) -> None:
@@ -191,14 +213,21 @@ class SampleSource(Dataset["Sample | ExpError"]):
             raise data_error(self.stage, got=got, expected="the same number of samples in every epoch")
 
     def name_of(self, index: int) -> str:
-        """Return the name of a sample for messages, from its index."""
+        """Return the name of the sample at an index, for messages."""
         return sample_name(self.dataset, index, stage=self.stage)
 
 
 class WorkerLoader(Loader):
-    """Loader that reads samples with the workers of torch's DataLoader.
+    """Loader that reads samples with torch's DataLoader and its workers.
 
-    Workers receive (epoch, index) pairs, so that a batch does not depend on the worker that reads it.
+    Workers receive pairs (epoch, index), so that a batch does not depend on the worker that makes it.
+
+    Args:
+        stage: The name of the split.
+        source: The samples.
+        sampler: The sampler, which yields the samples of this rank in each batch.
+        options: The options of torch's DataLoader.
+        assembly: The function that makes a batch from a list of samples.
     """
 
     sampler: ShareSampler
@@ -211,7 +240,7 @@ class WorkerLoader(Loader):
 
     @functools.cached_property
     def _dataloader(self) -> DataLoader[Sample | ExpError]:
-        # The DataLoader is the same in all epochs, so that workers can persist.
+        # All epochs use the same DataLoader, so that its workers can persist.
         return self._options.dataloader(self._source, batch_sampler=self.sampler, collate_fn=self._assembly)
 
     def _length(self) -> int:
@@ -226,17 +255,20 @@ class WorkerLoader(Loader):
 
 
 def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterator[Item]:
-    """Yield the items of an iterator. If it runs in this process, restore the generators after each item.
+    """Yield the items of a DataLoader's iterator.
+
+    If the items are made in this process, the state of the random generators is restored after each item.
 
     Args:
         iterator: The iterator.
-        in_process: Whether the iterator runs in this process, not in workers.
+        in_process: Whether the items are made in this process instead of in workers.
     """
     if not in_process:
         try:
             yield from iterator
         except (ConnectionError, EOFError) as error:
-            # The pipe of a dead worker may break before torch detects its death. The error then has torch's message.
+            # If a worker dies, its pipe may break before torch detects the death. The message is the one that torch
+            # uses for dead workers.
             raise RuntimeError(f"DataLoader worker (pid unknown) is gone: {error}.") from error
         return
     while True:
@@ -249,14 +281,18 @@ def isolate_generators(iterator: Iterator[Item], *, in_process: bool) -> Iterato
 
 
 def ignore_signals(worker: int) -> None:
-    """Ignore signals to the process group, because the main process ends its workers after saving its state."""
+    """Ignore signals that are sent to the process group, as the worker_init_fn of a DataLoader.
+
+    The main process handles these signals: it saves its state, and then stops its workers.
+    """
     install_handler(signal.SIG_IGN)
 
 
 def end_workers() -> None:
-    """Kill the workers at exit.
+    """Kill all workers of this process.
 
-    Workers ignore SIGTERM, so multiprocessing would wait for them forever.
+    The function runs at exit, because multiprocessing stops workers with SIGTERM. Workers ignore SIGTERM, so that
+    multiprocessing would wait for them forever.
     """
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -264,5 +300,5 @@ def end_workers() -> None:
 
 
 def as_batch(data: object) -> object:
-    """Return a batch with a pair as a tuple, because collating and pinning return a list."""
+    """Return a batch that is a list as a tuple, because collating and pinning convert a pair to a list."""
     return tuple(data) if type(data) is list else data

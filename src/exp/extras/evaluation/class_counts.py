@@ -1,4 +1,4 @@
-"""Base class of the hooks `confusion` and `pr_curve`, which count samples by class over an evaluation."""
+"""Base class of the hooks `confusion` and `pr_curve`, which count the samples of an evaluation by class."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ EVALUATIONS: tuple[Stage, ...] = ("val", "test")
 
 
 class ClassCounts(Hook, ABC):
-    """Base class of hooks that count samples by class.
+    """Base class of hooks that count the samples of an evaluation by class.
 
-    Counts are added up on the device after each batch. At the end of an evaluation, the counts of all ranks are logged.
+    The counts are added up on the device after each batch. The sum over all ranks is logged at the end of the
+    evaluation.
 
     Args:
         num_classes: Number of classes V, from 2 to `most_classes`.
-        stages: Evaluations that are counted: val, test.
-        output: Key of the scores in the outputs of the network.
-        target: Key of the class numbers in the batch.
+        stages: Splits whose evaluations are counted: `val`, `test`.
+        output: Name of the scores in the outputs of the network.
+        target: Name of the class numbers in the batch.
+
+    Attributes:
+        most_classes: Maximum number of classes that the hook supports.
     """
 
     most_classes: ClassVar[int]
@@ -44,24 +48,24 @@ class ClassCounts(Hook, ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor of counts."""
+        """The shape of the tensor that `count` returns."""
 
     @abstractmethod
     def count(self, scores: Tensor, classes: Tensor) -> Tensor:
-        """Return the counts of one batch, int64, with the shape `shape`.
+        """Return the counts of a batch, int64, with the shape in the property `shape`.
 
         Args:
-            scores: Scores `[N, V]`, or `[N]` for two classes; see `rows`.
-            classes: Class numbers `[N]`, int64.
+            scores: Scores of the classes, `[N, V]`, or `[N]` if there is one score for two classes.
+            classes: Target class numbers, int64 `[N]`.
         """
 
     @abstractmethod
     def make_panels(self, stage: Stage, counts: Tensor) -> Values:
-        """Return the panels to log, by tag.
+        """Return a mapping from TensorBoard tags to the panels to log.
 
         Args:
-            stage: The evaluation.
-            counts: Counts of all ranks, with the shape `shape`.
+            stage: Name of the split that was evaluated.
+            counts: Sum of the counts over all batches and ranks.
         """
 
     @property
@@ -84,13 +88,14 @@ class ClassCounts(Hook, ABC):
         """Yield an error if the network does not return a score for each class.
 
         Args:
-            returned: Output of the network on the meta device.
+            returned: Output of the network for a batch on the meta device.
             classes: Number of classes.
         """
         output = returned.get(self.output) if isinstance(returned, Mapping) else returned
         if not isinstance(output, Tensor) or (self.output != "output" and output is returned):
             return
-        # Two classes need only one score, and [B, T] may be one score per position.
+        # The shape is not checked for two classes, because one score suffices. An output [B, T] may then contain one
+        # score for each of T positions.
         if classes != 2 and (output.dim() < 2 or output.shape[-1] != classes):
             got = f"{self.output} of shape [{', '.join(['B', *(str(size) for size in output.shape[1:])])}]"
             expected = f"an output [B, ..., {classes}]: a score for each class"
@@ -112,7 +117,7 @@ class ClassCounts(Hook, ABC):
         if stage not in self.stages:
             return None
         mine, self._counts = self._counts, None
-        if mine is None:  # a rank without data still takes part in the sum
+        if mine is None:  # A rank without samples must also call `gather`, because all ranks take part in it.
             mine = torch.zeros(self.shape, dtype=torch.int64, device=self._device)
         return self.make_panels(stage, gather(mine).sum(0))
 
@@ -123,10 +128,10 @@ def rows(
     """Return the scores and class numbers of a batch, with one row for each sample or position.
 
     Args:
-        values: Entries of the batch and outputs of the network by name. Scores are `[..., V]` and class numbers
-            `[...]`. For two classes, scores may be `[...]` or `[..., 1]`.
-        output: Key of the scores in `values`.
-        target: Key of the class numbers in `values`.
+        values: Values of the batch and outputs of the network, by name. Scores are `[..., V]`, and class numbers are
+            `[...]`. If there are two classes, scores may also be `[...]` or `[..., 1]`.
+        output: Name of the scores in `values`.
+        target: Name of the class numbers in `values`.
         num_classes: Number of classes V.
         hook: Name of the hook, for error messages.
 
@@ -134,7 +139,7 @@ def rows(
         Scores `[N, V]`, or `[N]` if the network has one score for two classes. Class numbers `[N]`, int64.
 
     Raises:
-        RunError: An entry is missing, or the shapes do not match.
+        RunError: The scores or the class numbers are missing, or their shapes do not match.
     """
     scores, classes = values.get(output), values.get(target)
     names = f"Name other values with hooks.{hook}.output and hooks.{hook}.target, or leave it out with ~hooks.{hook}"
@@ -142,7 +147,8 @@ def rows(
         missing = target if isinstance(scores, Tensor) else output
         tensors = ", ".join(key for key, value in values.items() if isinstance(value, Tensor))
         raise RunError(f"hooks.{hook}: no tensor {missing}; expected one of {tensors}. {names}")
-    classes = classes.to(scores.device, non_blocking=True)  # layers may be split over devices
+    # The output may be on a different device than the batch, because layers may be split over devices.
+    classes = classes.to(scores.device, non_blocking=True)
     if scores.dim() == classes.dim() + 1 and scores.shape[:-1] == classes.shape and scores.shape[-1] == num_classes:
         return scores.detach().flatten(end_dim=-2), classes.flatten().long()
     if num_classes == 2 and scores.squeeze().shape == classes.squeeze().shape:
@@ -155,16 +161,16 @@ def rows(
 
 
 def count_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
-    """Return the number of occurrences of each index from 0 to `size` - 1, `[size]`, int64.
+    """Return the number of occurrences of each index from 0 to `size` - 1, int64 `[size]`.
 
-    The call does not wait for the device.
+    The function does not synchronize with the device.
 
     Args:
         places: Indices, int64, of any shape.
-        counted: Mask, bool, broadcastable to the shape of `places`. Indices with False are ignored.
-        size: Number of indices.
+        counted: Mask, bool, broadcastable to the shape of `places`. Indices are ignored if their mask is False.
+        size: Number of different indices.
     """
-    # Ignored indices become `size`, because a selection would wait for the device.
+    # Ignored indices are replaced by `size`. Selecting the others with a mask would synchronize with the device.
     kept = torch.where(counted, places, size).flatten()
     found = torch.zeros(size + 1, dtype=torch.int64, device=places.device)
     found.index_add_(0, kept, torch.ones_like(kept))
@@ -172,21 +178,22 @@ def count_at(places: Tensor, *, counted: Tensor, size: int) -> Tensor:
 
 
 def predict_classes(scores: Tensor, *, threshold: float) -> Tensor:
-    """Return the predicted class numbers, `[N]`, int64.
+    """Return the predicted class numbers, int64 `[N]`.
 
     Args:
-        scores: Scores `[N, V]`: the class with the largest score is predicted. Or `[N]` for two classes.
-        threshold: With scores `[N]`, a larger score predicts class 1.
+        scores: Scores `[N, V]`, or `[N]` if there is one score for two classes. The class with the largest of V scores
+            is predicted.
+        threshold: Limit for scores `[N]`: class 1 is predicted if the score is larger than the threshold.
     """
     return scores.argmax(-1) if scores.dim() == 2 else (scores > threshold).long()
 
 
 def probabilities(scores: Tensor, *, given: bool) -> Tensor:
-    """Return probabilities with the shape of the scores, in float32 or float64.
+    """Return the probabilities of the classes, float32 or float64, with the shape of the scores.
 
     Args:
-        scores: Scores `[N, V]`, or `[N]` for two classes.
-        given: Whether the scores are already probabilities.
+        scores: Scores `[N, V]`, or `[N]` if there is one score for two classes.
+        given: Whether the scores are already probabilities. If not, softmax or sigmoid is applied.
     """
     scores = scores.to(at_least_float32(scores.dtype))
     if given:
@@ -195,7 +202,13 @@ def probabilities(scores: Tensor, *, given: bool) -> Tensor:
 
 
 def stage_errors(hook: Hook, stages: Sequence[str], *, known: Sequence[str]) -> Iterator[ErrorDetails]:
-    """Yield an error for each unknown stage, or one error for an empty list."""
+    """Yield the errors in the option `stages` of a hook: an unknown name, or an empty list.
+
+    Args:
+        hook: The hook.
+        stages: The value of the option.
+        known: The valid names.
+    """
     expected = f"some of {', '.join(known)}"
     if not stages:
         yield hook.error("stages", got="[]", expected=expected, fix=hook.leave_out)

@@ -1,4 +1,4 @@
-"""The hook `confusion`: the confusion matrix of an evaluation."""
+"""The hook `confusion`, which draws the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from exp.shared_types import Stage
 
 
 class Confusion(ClassCounts):
-    """Draws `confusion/<stage>`, the confusion matrix of each evaluation: rows are targets, columns predictions.
+    """Hook that draws the confusion matrix of each evaluation, with the tag `confusion/<stage>`.
 
-    Each sample of each rank counts once. In texts and maps of pixels, each position counts. Targets outside 0 to V - 1,
-    such as -100, are ignored. With up to 45 classes, cells show their counts. With more classes they only have colors.
+    The rows of the matrix are targets, and its columns are predictions. The samples of all ranks count once. If targets
+    are texts or maps of pixels, every position counts. Targets outside 0 to V - 1, such as -100, are ignored. The cells
+    show their counts if there are at most 45 classes. If there are more classes, the cells have only a color.
 
     Args:
         num_classes: Number of classes V, from 2 to 1000.
-        stages: Evaluations that are drawn: val, test.
-        threshold: With one output for two classes, a larger output predicts class 1. Use 0 for scores and 0.5 for
-            probabilities.
-        output: Key of the scores in the outputs of the network.
-        target: Key of the class numbers in the batch.
+        stages: Splits whose evaluations are drawn: `val`, `test`. Default: both.
+        threshold: Limit for a network with one output for two classes: a larger output predicts class 1. Default: 0,
+            which is correct for scores. Set 0.5 for probabilities.
+        output: Name of the scores in the outputs of the network. Default: `output`.
+        target: Name of the class numbers in the batch. Default: `target`.
     """
 
     most_classes = 1000
@@ -74,11 +75,11 @@ class Confusion(ClassCounts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix(Panel):
-    """A confusion matrix that is drawn on the host.
+    """Panel that draws a confusion matrix on the host.
 
     Args:
-        counts: Counts `[V, V]`, int64. Rows are targets, columns predictions.
-        names: Names of the classes; empty without names.
+        counts: Counts `[V, V]`, int64. Rows are targets, columns are predictions.
+        names: Names of the classes. Default: no names.
     """
 
     counts: Tensor
@@ -93,9 +94,9 @@ class Matrix(Panel):
 
 
 def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
-    """Return the confusion matrix `[V, V]`, int64. Rows are targets, columns predictions.
+    """Return the confusion matrix of a batch, int64 `[V, V]`. Rows are targets, columns are predictions.
 
-    The call does not wait for the device.
+    The function does not synchronize with the device.
 
     Args:
         predictions: Predicted class numbers `[N]`, int64.
@@ -107,21 +108,24 @@ def counts(predictions: Tensor, classes: Tensor, *, num_classes: int) -> Tensor:
     return count_at(places, counted=counted, size=num_classes**2).reshape(num_classes, num_classes)
 
 
-# The first width fits a number with three characters. With the widest cells, ten classes fit a card of TensorBoard.
+# Widths in pixels. A cell of width CELL_WITH_NUMBER has space for three characters. A matrix of ten classes with cells
+# of width WIDEST_CELL has space in a card of TensorBoard.
 CELL_WITH_NUMBER, WIDEST_CELL = 20, 30
 PALEST = 0.2
 
 
 def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.ndarray:
-    """Return a picture of a confusion matrix. Rows are targets, columns predictions.
+    """Return a picture of a confusion matrix. Rows are targets, columns are predictions.
 
-    Correct predictions are blue, and wrong predictions orange. The intensity of a color is the square root of the share
-    of the row, at least PALEST, so that one error among thousands is visible. Large cells show their counts.
+    Correct predictions are blue, and wrong predictions are orange. The intensity of a cell is the square root of its
+    fraction of the row's samples. A cell that is not 0 has at least the intensity PALEST, so that one error among
+    thousands is visible. Cells that are large enough show their counts.
 
     Args:
         counts: Counts `[V, V]`, integers.
         title: Text above the matrix.
-        names: Names of the classes at the rows. A class without a name has its number.
+        names: Names of the classes, which are written at the rows. Default: no names. The numbers of classes without a
+            name are written instead.
 
     Returns:
         Pixels `[H, W, 3]`, uint8, at most about 1,200 pixels high.
@@ -154,7 +158,7 @@ def matrix(counts: np.ndarray, *, title: str, names: Sequence[str] = ()) -> np.n
 
 
 def short(count: int) -> str:
-    """Return an integer in a few characters: 999, 1.2k, 45k, 3.1M."""
+    """Return an integer as text of at most four characters, such as 999, 1.2k, 45k or 3.1M."""
     power = min(int(math.log10(max(count, 1))) // 3, 4)
     scaled = count / 1000**power
     digits = 1 if power and scaled < 9.95 else 0

@@ -1,4 +1,4 @@
-"""The hook `pr_curve`: precision and recall over an evaluation, for each class against the rest."""
+"""The hook `pr_curve`, which logs precision-recall curves of an evaluation, for each class against all others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from exp.shared_types import Stage
 
 
 class PRCurve(ClassCounts):
-    """Logs a precision-recall curve of each class against all other classes, `pr_curve/<stage>/<class>`.
+    """Hook that logs a precision-recall curve of each class against all other classes.
 
-    With two classes there is one curve, `pr_curve/<stage>`, of class 1. At a threshold from 0 to 1, a class is
-    predicted if its probability is at least the threshold. Each sample of each rank counts once. In texts and maps of
-    pixels, each position counts. Targets outside 0 to V - 1 are ignored. The hook counts on the device, in constant
-    memory.
+    The tag of a curve is `pr_curve/<stage>/<class>`. If there are two classes, there is only the curve of class 1, with
+    the tag `pr_curve/<stage>`.
+
+    A class is predicted if its probability is at least the threshold. The thresholds of a curve are from 0 to 1. The
+    samples of all ranks count once. If targets are texts or maps of pixels, every position counts. Targets outside 0 to
+    V - 1 are ignored. The hook counts on the device. Its memory does not depend on the number of samples.
 
     Args:
         num_classes: Number of classes V, 2 or more.
-        stages: Evaluations that are logged: val, test.
-        max_classes: Number of curves. Classes from this number on are not logged.
-        probabilities: Whether the outputs are probabilities. If not, softmax is applied, or sigmoid to a single output.
-        output: Key of the scores in the outputs of the network.
-        target: Key of the class numbers in the batch.
+        stages: Splits whose evaluations are logged: `val`, `test`. Default: both.
+        max_classes: Maximum number of curves: the classes 0 to `max_classes` - 1 are logged. Default: 10.
+        probabilities: Whether the outputs are probabilities. Default: False, which applies softmax to the outputs, or
+            sigmoid to a single output.
+        output: Name of the scores in the outputs of the network. Default: `output`.
+        target: Name of the class numbers in the batch. Default: `target`.
     """
 
     most_classes = 1_000_000
@@ -46,7 +49,8 @@ class PRCurve(ClassCounts):
     ) -> None:
         super().__init__(num_classes=num_classes, stages=stages, output=output, target=target)
         self.max_classes, self.probabilities = max_classes, probabilities
-        # A tensor on the device, because copying it for each batch would wait for the device.
+        # The numbers of the classes that are logged, on the device. Copying them for each batch would synchronize with
+        # the device.
         self._drawn: Tensor | None = None
 
     @property
@@ -80,22 +84,23 @@ class PRCurve(ClassCounts):
 
 
 def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tensor:
-    """Return a histogram of samples for each class, by the number of thresholds that the probability reaches.
+    """Return a histogram of the samples for each class. A bin is the number of thresholds that a probability reaches.
 
-    The call does not wait for the device.
+    The function does not synchronize with the device.
 
     Args:
-        shares: Probabilities `[N, C]`.
+        shares: Probabilities of C classes, `[N, C]`.
         positive: Mask `[N, C]`, bool. True if the sample belongs to the class.
-        counted: Mask `[N]`, bool. Samples with False are ignored.
+        counted: Mask `[N]`, bool. Samples are ignored if their mask is False.
 
     Returns:
-        Numbers of samples `[C, 2, T + 1]`, int64, for T thresholds. Index 0 of the second axis has samples of other
-        classes, and index 1 samples of the class.
+        Numbers of samples, int64 `[C, 2, T + 1]`, for T thresholds. The second axis separates the samples of other
+        classes (0) from the samples of the class (1). The last axis is the number of thresholds that the probability
+        reaches.
     """
     classes = shares.shape[1]
     limits = torch.linspace(0, 1, THRESHOLDS, device=shares.device, dtype=shares.dtype)
-    # NaN reaches no threshold, but searchsorted would put it after the last one.
+    # A probability that is NaN must reach no threshold, but searchsorted returns the number of thresholds for NaN.
     bins = torch.searchsorted(limits, shares.nan_to_num(nan=-1.0).contiguous(), right=True)
     width = THRESHOLDS + 1
     rows = 2 * torch.arange(classes, device=shares.device) + positive
@@ -104,14 +109,15 @@ def count_reached(shares: Tensor, positive: Tensor, *, counted: Tensor) -> Tenso
 
 
 def cases(found: Tensor) -> Tensor:
-    """Return the numbers of cases at each threshold, `[C, 4, T]`.
+    """Return the numbers of correct and wrong predictions at each threshold, `[C, 4, T]`.
 
-    The second axis has true positives, false positives, true negatives and false negatives.
+    The indices 0 to 3 of the second axis are true positives, false positives, true negatives and false negatives.
 
     Args:
-        found: The result of `count_reached`.
+        found: The result of `count_reached`, `[C, 2, T + 1]`.
     """
-    # A sample that reaches more thresholds than t is predicted to be of the class at threshold t.
+    # Thresholds are numbered from 0. The class is predicted at threshold t if the probability reaches more than t
+    # thresholds.
     predicted = found.flip(-1).cumsum(-1).flip(-1)[..., 1:]
     missed = found.sum(-1, keepdim=True) - predicted
     return torch.stack([predicted[:, 1], predicted[:, 0], missed[:, 0], missed[:, 1]], dim=1)

@@ -1,4 +1,4 @@
-"""The hook `samples`: inputs with their targets and the outputs of the network."""
+"""The hook `samples`, which draws input pictures with their targets and the outputs of the network."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from exp.spelling import among
 if TYPE_CHECKING:
     from exp.strategies.strategy import Blueprint
 
-# Largest number of values in a caption.
+# Maximum number of values in a caption.
 NUMBERS = 3
 COLUMNS = 4
 CHANNELS = (1, 3, 4)
 
 
 class Samples(Hook):
-    """Draws input pictures with their targets and outputs as captions, `samples/<stage>`.
+    """Hook that draws input pictures with their targets and outputs as captions, with the tag `samples/<stage>`.
 
-    A caption shows the names of the target class and the predicted class. The frame is blue if they agree, else orange.
-    A caption of a regression shows up to three numbers.
+    A caption shows the names of the target class and of the predicted class. The frame of the picture is blue if they
+    are equal, and orange if they differ. A caption of a regression shows up to three numbers.
 
-    Normalized pictures are restored with `mean` and `std`. Without them, the smallest value of a picture is black and
-    the largest white. Pictures of bytes are shown unchanged.
+    The normalization of pictures is inverted with `mean` and `std`. If they are None, the smallest value of a picture
+    is drawn black, and the largest value white. Pictures of uint8 are drawn unchanged.
 
-    An evaluation shows a random selection of samples of rank 0, which is the same each time. A training step shows its
-    first samples.
+    An evaluation shows a random selection of the samples of rank 0, which is the same in all evaluations. A training
+    step shows the first samples of its batch.
 
     Args:
-        every_n_steps: Period in training, in optimizer steps. Every evaluation is drawn.
-        stages: Stages that are drawn: train, val, test.
-        count: Number of pictures.
-        mean: Mean with which pixels from 0 to 1 were normalized: one number, or one per channel.
-        std: Standard deviation with which the pixels were normalized: one number, or one per channel.
-        threshold: With one output for two classes, a larger output predicts class 1. Use 0 for scores and 0.5 for
-            probabilities.
-        input: Key of the pictures in the batch.
-        output: Key of the outputs in the outputs of the network.
-        target: Key of the targets in the batch.
+        every_n_steps: Period in training, in optimizer steps. Default: 500. Every evaluation is drawn.
+        stages: Splits that are drawn: `train`, `val`, `test`. Default: only `val`.
+        count: Number of pictures. Default: 16.
+        mean: Mean with which pixels from 0 to 1 were normalized: one number, or one number per channel. Default: None.
+        std: Standard deviation with which the pixels were normalized, in the same form as `mean`. Default: None.
+        threshold: Limit for a network with one output for two classes: a larger output predicts class 1. Default: 0,
+            which is correct for scores. Set 0.5 for probabilities.
+        input: Name of the pictures in the batch. Default: `input`.
+        output: Name of the predictions in the outputs of the network. Default: `output`.
+        target: Name of the targets in the batch. Default: `target`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Samples(Hook):
         self.stages, self.count = tuple(stages), count
         self.mean, self.std, self.threshold = mean, std, threshold
         self.input, self.output, self.target = input, output, target
-        # The selected samples of an evaluation, by their random numbers.
+        # The selected samples of the current evaluation. The key of a sample is its random number.
         self._parts: dict[float, Shown] = {}
         self._draw = np.random.default_rng(0)
         self._drawn_step = 0
@@ -91,7 +91,9 @@ class Samples(Hook):
                 expected = "pictures, float32 or uint8 [H, W] or [C, H, W] with C of 1, 3 or 4"
                 yield self.error(got=f"{dtype} input of shape {shape}", expected=expected, fix=self.leave_out)
                 return
-        elif self.input == "input":  # the data declare no other entries of a batch
+        elif (
+            self.input == "input"
+        ):  # Other names are not checked, because the data do not declare all values of a batch.
             yield self.error("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
         yield from self._scale_errors(channels)
 
@@ -116,7 +118,8 @@ class Samples(Hook):
     def evaluated(self, stage: Stage, values: Mapping[str, object]) -> None:
         if stage not in self.stages:
             return
-        # The samples with the smallest random numbers are shown, for any order and batch size.
+        # Each sample of the evaluation gets a random number. The samples with the smallest numbers are shown, so that
+        # the selection does not depend on the batch size.
         drawn = self._draw.random(len(next(tensors_in(values[self.input])))).tolist()
         largest = sorted([*self._parts, *drawn])[: self.count][-1]
         self._parts = {number: part for number, part in self._parts.items() if number <= largest}
@@ -132,7 +135,7 @@ class Samples(Hook):
         """Return the panel of some samples of a batch.
 
         Args:
-            values: Entries of the batch and outputs of the network by name.
+            values: Values of the batch and outputs of the network, by name.
             places: Positions of the samples in the batch.
         """
         shown, output, target = (
@@ -148,14 +151,14 @@ class Samples(Hook):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown(Panel):
-    """Pictures with captions that are drawn on the host.
+    """Panel that draws pictures with captions on the host.
 
     Args:
         pixels: Pictures `[N, C, H, W]`, uint8.
-        targets: Numbers `[N, K]`, K of 1 to 3 per sample, integers for classes. None without targets or with a larger
-            K.
-        outputs: Outputs `[N, K]`, with the same rules as targets.
-        names: Names of the classes; empty without names.
+        targets: K numbers for each sample, `[N, K]`, with K from 1 to 3. Integers are class numbers. None if there are
+            no targets, or more than 3 numbers for each sample.
+        outputs: K numbers for each sample, `[N, K]`, by the same rules as the targets. Integers are predicted classes.
+        names: Names of the classes. Default: no names.
     """
 
     pixels: Tensor
@@ -192,7 +195,7 @@ class Shown(Panel):
 
 
 def join_pictures(parts: Sequence[Shown]) -> Shown:
-    """Return the pictures of several batches as one panel. Smaller pictures are padded with white."""
+    """Return one panel of the pictures in several panels. Pictures are padded with white to the largest size."""
 
     def whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
         known = [one for one in tensors if one is not None]
@@ -207,7 +210,13 @@ def join_pictures(parts: Sequence[Shown]) -> Shown:
 
 
 def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
-    """Return the predicted classes if the output has scores of classes, else the output unchanged."""
+    """Return the predicted class numbers. Return the output unchanged if it does not contain scores of classes.
+
+    Args:
+        output: Output of the network.
+        target: Targets. They are class numbers if their dtype is integer or bool.
+        threshold: Limit for one score for two classes: class 1 is predicted if the score is larger.
+    """
     if target.is_floating_point():
         return output
     if output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape and output.shape[-1] > 1:
@@ -216,7 +225,10 @@ def _as_classes(output: Tensor, target: Tensor, *, threshold: float) -> Tensor:
 
 
 def _numbers(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor as numbers `[N, K]` for captions; None without a tensor or if K is larger than 3."""
+    """Return a tensor of N samples as numbers for captions, `[N, K]`.
+
+    Return None if the tensor is None or a scalar, or if there are more than 3 numbers for each sample.
+    """
     if tensor is None or not tensor.dim():
         return None
     flat = tensor.reshape(len(tensor), -1)
@@ -226,12 +238,15 @@ def _numbers(tensor: Tensor | None) -> Tensor | None:
 
 
 def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[float] | None) -> Tensor:
-    """Return values as pixels, uint8 `[N, C, H, W]`, without waiting for the device.
+    """Return the inputs of a network as pixels, uint8 `[N, C, H, W]`.
+
+    The function does not synchronize with the device.
 
     Args:
-        values: `[N, H, W]` or `[N, C, H, W]`. If mean or std is None, floats are scaled from black to white.
-        mean: Mean used to normalize pixels from 0 to 1: one number, or one per channel.
-        std: Standard deviation used to normalize the pixels.
+        values: Inputs `[N, H, W]` or `[N, C, H, W]`.
+        mean: Mean with which pixels from 0 to 1 were normalized: one number, or one number per channel. If `mean` or
+            `std` is None, the smallest value of a picture becomes black, and the largest value white.
+        std: Standard deviation with which the pixels were normalized, in the same form as `mean`.
     """
     values = values[:, None] if values.dim() == 3 else values
     if values.dtype == torch.uint8 or mean is None or std is None:
@@ -242,7 +257,11 @@ def pictures(values: Tensor, *, mean: Sequence[float] | None, std: Sequence[floa
 
 
 def to_rgb(pixels: Tensor) -> np.ndarray:
-    """Return uint8 `[N, C, H, W]` as a NumPy array `[N, H, W, 3]`. Transparent pixels are shown on white."""
+    """Return pictures as RGB pixels on the host, a NumPy array of uint8, `[N, H, W, 3]`.
+
+    Args:
+        pixels: Pictures, uint8 `[N, C, H, W]`. If C is 4, the last channel is the opacity, and the background is white.
+    """
     if pixels.shape[1] == 4:
         opacity = pixels[:, 3:].float() / 255
         pixels = (pixels[:, :3] * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
@@ -250,11 +269,11 @@ def to_rgb(pixels: Tensor) -> np.ndarray:
 
 
 class Caption(NamedTuple):
-    """Text lines below a picture.
+    """Caption below a picture.
 
     Attributes:
-        lines: The lines.
-        right: Whether the network's prediction is right; None if unknown. Default: None.
+        lines: Lines of text.
+        right: Whether the prediction is correct. Default: None, if there is no predicted class.
     """
 
     lines: Sequence[str]
@@ -264,11 +283,11 @@ class Caption(NamedTuple):
 def draw_captioned(pictures: np.ndarray, captions: Sequence[Caption], *, title: str, columns: int) -> np.ndarray:
     """Draw pictures in a grid, with a frame and a caption for each picture.
 
-    The frame is blue if the network's prediction is right, and orange if it is wrong.
+    The frame is blue if the prediction is correct, and orange if it is wrong.
 
     Args:
-        pictures: uint8 `[N, H, W, 3]`. Small pictures are enlarged by an integer factor.
-        captions: N captions.
+        pictures: N pictures, uint8 `[N, H, W, 3]`. Small pictures are enlarged by an integer factor.
+        captions: Captions of the N pictures.
         title: Text above the grid.
         columns: Number of pictures per row.
 

@@ -1,4 +1,7 @@
-"""python -m exp.export run=DIR [weights=best] [output=FILE]: write a saved network as an ONNX file."""
+"""The command python -m exp.export run=DIR [weights=best] [output=FILE].
+
+It writes the network of a saved run as an ONNX file.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ HELP = """Export the network of a saved run as an ONNX file, and compare the fil
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Export a network, and print the result.
+    """Run the command: export the network of a run, and print a description of the file.
+
+    Args:
+        argv: Arguments of the command.
 
     Returns:
-        0; 2 for an error in the command or the config; 1 if the network cannot be exported.
+        Exit status 0. Errors set the exit status 2 for an error in the command or the config, and 1 if the network
+        cannot be exported.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks

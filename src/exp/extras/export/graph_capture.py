@@ -1,4 +1,4 @@
-"""Captures the graph of a network with torch.export. Errors name the operator and the line of code."""
+"""Capture of the graph of a network with torch.export. Errors name the layer and the line of code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from exp.models.containers import ProgramModel, config_key
 
 Dimensions = Mapping[str, Mapping[int, str]]
 
-# The part of torch's message that names a dynamic dimension which the network turns into a constant.
+# Matches torch's message about a dynamic dimension that becomes a constant: the input, the axis and the constant.
 CONSTANT = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic .*constant \((\d+)\)")
 
 
 class ExportRefused(RunError):
-    """Error of a network that cannot be exported."""
+    """Error that reports a network that cannot be exported.
+
+    Args:
+        place: Config key, layer or line of code with the error.
+        what: Description of the error.
+    """
 
     def __init__(self, place: str, what: str) -> None:
         super().__init__(
@@ -37,7 +42,13 @@ class ExportRefused(RunError):
 
 
 def dimensions_of(network: NamedNetwork) -> Dimensions:
-    """Return the names of the dynamic dimensions, by input and axis: the batch and all axes without a fixed size."""
+    """Return the names of the dynamic dimensions of a network's inputs.
+
+    Dynamic dimensions are the batch, and all axes that have no fixed size.
+
+    Returns:
+        A mapping from the names of the inputs to mappings from axes to the names of their dimensions.
+    """
     found: dict[str, dict[int, str]] = {}
     for name, spec in network.inputs.items():
         unknown = [axis for axis, size in enumerate(spec.shape, 1) if size is None]
@@ -50,11 +61,11 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
 
     Args:
         network: The network.
-        example: A batch of at least two samples, by input.
+        example: Inputs of a batch of at least two samples, by name.
         dimensions: The result of `dimensions_of`.
 
     Raises:
-        ExportRefused: An operator or a line cannot be captured.
+        ExportRefused: An operator or a line of code cannot be captured.
     """
     shapes = {name: dict.fromkeys(axes, Dim.DYNAMIC) for name, axes in dimensions.items()}
     with quiet(), torch.no_grad():
@@ -63,13 +74,13 @@ def capture(network: NamedNetwork, example: Mapping[str, Tensor], dimensions: Di
             return torch.export.export(network, (), dict(example), dynamic_shapes=shapes, strict=False)
         except RunError:
             raise
-        except Exception as error:  # torch.export and the user's code raise many classes
+        except Exception as error:  # The exceptions of torch.export and of user code have no common base class.
             raise _refusal(network, error, dimensions) from error
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the warnings, prints and log lines of torch's exporters."""
+    """Return a context manager that suppresses the warnings, prints and log lines of torch's exporters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     output = io.StringIO()
@@ -101,13 +112,13 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
 def _place(network: nn.Module, path: str, frames: list[tuple[str, int, str]]) -> tuple[str, str]:
     """Return two texts that locate an error: the config key of a layer, and the class of the layer.
 
-    If the error is in a forward program, the first text has its line, and the second text is empty. If not, the second
-    text has the line of user code.
+    If the error is in a forward program, the first text also contains the line of the program, and the second text is
+    empty. If the error is in user code, the second text also contains the file and the line.
 
     Args:
-        network: The run's network.
-        path: The path of the layer.
-        frames: File, line number and source line of each stack frame. The innermost frame is the last.
+        network: The network of the run.
+        path: The path of the layer in the network.
+        frames: File, line number and source line of each stack frame. The last frame is the innermost one.
     """
     layer, key = network.get_submodule(path), config_key(network, path)
     program = [(line, text) for file, line, text in frames if file.startswith(FILE_PREFIX)]

@@ -1,4 +1,4 @@
-"""Wraps the network of a saved run as a function of named tensors, for exports."""
+"""Wrapper of the network of a saved run with named input and output tensors, for exports."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OUTPUT = "output"
 
 
 class NamedNetwork(nn.Module):
-    """A network whose forward takes tensors by name, `[B, ...]`, and returns a dict of tensors by name.
+    """Wrapper of a network. Its forward takes named tensors `[B, ...]`, and returns a dict of named tensors.
 
-    A single output tensor has the name `output`. Nested outputs have names with dots between levels, from
-    nested.named_parts. Outputs that are no tensors are left out.
+    A single output tensor has the name `output`. Tensors in nested outputs have names such as `a.b`; see
+    nested.named_parts. Outputs that are not tensors are left out.
 
     Args:
         network: The network in evaluation mode.
-        declared: Names of the inputs that the data provide.
-        inputs: Shape and dtype of each input that the forward takes.
+        declared: Names of all inputs that the data provide.
+        inputs: Shape and dtype of each input that the network's forward takes, by name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NamedNetwork(nn.Module):
             return self._run(signature.bind(*given, **named).arguments)
 
         vars(forward)["__signature__"] = signature
-        # torch.export reads the names of the inputs from the signature of this instance's forward.
+        # The attribute is set on the instance, because torch.export reads the names of the inputs from the signature.
         self.__dict__["forward"] = forward
 
     def _run(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,10 +65,10 @@ def named_network(run: RunFiles, *, weights: str | Path | None) -> NamedNetwork:
 
     Args:
         run: The run.
-        weights: `best`, `last`, or the path of a checkpoint.
+        weights: Checkpoint with the weights: `best`, `last`, or a path. None means the best, or else the last.
     """
     spec = DataSpec.of(run.settings.data)
-    # fp32 has no casts between layers.
+    # fp32 is used because other precisions insert casts between layers.
     precision = dataclasses.replace(run.settings.precision, word="fp32", keep={})
     settings = dataclasses.replace(run.settings, precision=precision)
     network = dataclasses.replace(run, settings=settings).network(weights)

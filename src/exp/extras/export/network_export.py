@@ -1,8 +1,9 @@
-"""Exports the network of a saved run as an ONNX file, and compares the file with the network.
+"""Export of the network of a saved run as an ONNX file.
 
     exported = export(exp.load(DIR), output=Path("network.onnx"))
 
-The comparison uses samples of the run's data in batches of 1, 7 and 64. If the outputs differ, no file is written.
+The outputs of the ONNX file are compared with the outputs of the network, for samples of the run's data in batches of
+1, 7 and 64. If the outputs differ, no file is written.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from exp.spelling import among
 NAME = "network.onnx"
 SIZES = (1, 7, 64)
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-# Splits in the order of preference. Validation and test are first, because they have no augmentation.
+# Splits from which samples for the comparison are read: the first one that exists. Validation and test come before
+# training, because their samples are not augmented.
 BY_CHOICE: tuple[Stage, ...] = ("val", "test", "train")
 NOTE = "the inputs of the file are those of the network: standardized, encoded and transformed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """An exported file.
+    """Description of an exported file.
 
     Args:
-        path: The file.
+        path: Path of the file.
         bytes: Size of the file in bytes.
         parameters: Number of parameters of the network.
-        largest_difference: Largest absolute difference between an output of the file and the output of the network.
-        samples: Number of samples that were compared.
+        largest_difference: Largest absolute difference between the outputs of the file and of the network.
+        samples: Number of samples for which the outputs were compared.
     """
 
     path: Path
@@ -71,13 +73,13 @@ def export(run: RunFiles, *, output: str | Path | None = None, weights: str | Pa
 
     Args:
         run: The run.
-        output: Path of the file. None: network.onnx in exports/ of the run directory.
-        weights: `best`, `last`, or the path of a checkpoint.
+        output: Path of the file. Default: exports/network.onnx in the run directory.
+        weights: Checkpoint with the weights: `best`, `last`, or a path. Default: the best, or else the last.
 
     Raises:
         ConfigError: The output path is invalid.
         ExportRefused: An operator is not supported.
-        RunError: The outputs of the file differ from those of the network, or the file cannot be written.
+        RunError: The outputs of the file differ from the outputs of the network, or the file cannot be written.
     """
     path = _output(run, output, weights=weights)
     for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -119,10 +121,16 @@ def _description(
 
 
 def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
-    """Return one batch for each size in SIZES, from the validation split, or else from the test or training split.
+    """Return the inputs of one batch for each size in SIZES, by name of the input.
+
+    The samples are from the first split in BY_CHOICE that the data has.
+
+    Args:
+        data: The data of the run.
+        network: The network.
 
     Raises:
-        RunError: The data has no sample.
+        RunError: The data has no samples.
     """
     stage = next(stage for stage in BY_CHOICE if stage in data.stages)
     with preserve_generators():
@@ -132,27 +140,27 @@ def _examples(data: Data, network: NamedNetwork) -> list[Mapping[str, Tensor]]:
         if data.transforms_batches(stage):
             batch = data.transform_batch(batch, stage=stage, rank=0, epoch=0, number=0)
     entries = inputs_in(batch.data)
-    only = next(iter(entries.values()))  # the only input of a network may have any name
+    only = next(iter(entries.values()))  # If the network has a single input, its name may differ from the data's name.
     raw = {name: entries.get(name, only) for name in network.inputs}
     inputs = {name: raw[name].to(getattr(torch, spec.dtype)) for name, spec in network.inputs.items()}
     return [_resize(inputs, size) for size in SIZES]
 
 
 def _resize(inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return the first `size` samples of a batch, repeated if the batch is smaller."""
+    """Return a batch of the first `size` samples. Samples are repeated if the given batch is smaller."""
     return {name: one[torch.arange(size) % len(one)] for name, one in inputs.items()}
 
 
 def compare(network: NamedNetwork, model: OnnxModel, examples: Sequence[Mapping[str, Tensor]]) -> float:
-    """Return the largest absolute difference between the outputs of an ONNX model and those of the network.
+    """Return the largest absolute difference between the outputs of an ONNX model and of the network.
 
     Args:
         network: The network.
-        model: The model.
-        examples: Batches of inputs.
+        model: The ONNX model.
+        examples: Batches of inputs. A batch is a mapping from the names of the inputs to tensors.
 
     Raises:
-        RunError: An output differs by more than ABSOLUTE + RELATIVE * |value|, or the file cannot be run.
+        RunError: An output differs by more than ABSOLUTE + RELATIVE * |value|, or ONNX Runtime cannot run the model.
     """
     largest = 0.0
     for inputs in examples:
@@ -185,8 +193,13 @@ def compare(network: NamedNetwork, model: OnnxModel, examples: Sequence[Mapping[
 def _output(run: RunFiles, output: str | Path | None, *, weights: str | Path | None) -> Path:
     """Return the path of the file to write.
 
+    Args:
+        run: The run.
+        output: The path that the user has given, or None.
+        weights: Checkpoint with the weights, which must not be overwritten.
+
     Raises:
-        ConfigError: The output is a directory or a file of the run.
+        ConfigError: The path is a directory or a file of the run, or it is None and the run has no directory.
     """
     if output is None:
         if run.directory is None:

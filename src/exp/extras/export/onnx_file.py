@@ -1,7 +1,7 @@
-"""Writes a captured graph as an ONNX file, and reads and runs ONNX files with ONNX Runtime.
+"""Functions that write a captured graph as an ONNX file, and run ONNX files with ONNX Runtime.
 
-The metadata of the file has JSON under the key `exp`: the run, the names of input columns, and the meaning of outputs.
-ONNX files of other programs, which lack this key, can be read as well.
+The metadata of a file contains JSON under the key `exp`: the run, the names of input columns, and the meaning of
+outputs. ONNX files of other programs, which do not have this key, are also supported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from exp.extras.export.graph_capture import Dimensions, ExportRefused, quiet
 from exp.extras.export.named_network import NamedNetwork
 
 METADATA = "exp"
-# The limit of a protobuf file.
+# Maximum size of a protobuf file in bytes.
 MOST_BYTES = 2**31 - 1
-# NumPy's dtypes by ONNX Runtime's names.
+# NumPy dtypes by the name of the type in ONNX Runtime.
 NUMPY = {
     "tensor(double)": np.float64, "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64,
     "tensor(int32)": np.int32, "tensor(int16)": np.int16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8,
@@ -36,13 +36,14 @@ NUMPY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Metadata of an exported file, in plain values.
+    """Metadata of an exported file. All values can be written as JSON.
 
     Args:
-        run: Run directory or checkpoint.
-        columns: Names of the columns along the last axis, by input.
-        readings: Meaning of each output by name, as returned by Reading.plain.
-        served_table: Arguments of ServedTable if the inputs are columns of a table, else None.
+        run: Path of the run directory or of the checkpoint. Default: empty.
+        columns: Names of the columns along the last axis of each input, by name of the input. Default: no names.
+        readings: Fields of the Reading of each output, by name of the output. A Reading is the meaning of an output,
+            such as scores of classes. Default: no readings.
+        served_table: Argument of ServedTable.of, if the inputs are encoded columns of a table. Default: None.
     """
 
     run: str = ""
@@ -52,10 +53,13 @@ class Description:
 
     @classmethod
     def of_text(cls, text: str) -> Description:
-        """Return the description from the JSON of a file. Keys of other versions of exp are ignored.
+        """Return the description in the metadata of a file. Keys that only other versions of exp use are ignored.
+
+        Args:
+            text: JSON text of the metadata.
 
         Raises:
-            RunError: The JSON is not from exp.
+            RunError: The text is not JSON, or not an object.
         """
         names = [one.name for one in dataclasses.fields(cls)]
         try:
@@ -66,11 +70,11 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """An input or output of an ONNX file.
+    """Input or output of an ONNX file.
 
     Args:
         name: Name of the tensor.
-        shape: Sizes of the axes. A dynamic axis has a name instead, or None.
+        shape: Sizes of the axes. A dynamic axis has a name or None instead of a size.
         dtype: Dtype of the tensor.
     """
 
@@ -80,11 +84,16 @@ class Port:
 
 
 class OnnxModel:
-    """An ONNX model that ONNX Runtime runs on the CPU.
+    """ONNX model that ONNX Runtime runs on the CPU.
 
     Args:
-        source: Path of the ONNX file, or its content.
-        threads: Number of threads of one call. None: the default of ONNX Runtime.
+        source: Path of an ONNX file, or the content of an ONNX file.
+        threads: Number of threads for a call of the model. Default: the default of ONNX Runtime.
+
+    Attributes:
+        inputs: Inputs of the model.
+        outputs: Outputs of the model.
+        description: Metadata of the file. It is empty for files of other programs.
 
     Raises:
         MissingExtraError: ONNX Runtime is not installed.
@@ -94,7 +103,7 @@ class OnnxModel:
     def __init__(self, source: Path | bytes, *, threads: int | None = None) -> None:
         runtime = require_package("onnxruntime", feature="running an ONNX file")
         options = runtime.SessionOptions()
-        options.log_severity_level = 4  # errors are raised
+        options.log_severity_level = 4  # Only fatal messages are logged, because errors are also raised.
         if threads is not None:
             options.intra_op_num_threads = threads
         if isinstance(source, Path) and not source.is_file():
@@ -110,10 +119,13 @@ class OnnxModel:
         self.description = Description.of_text(found[METADATA]) if METADATA in found else Description()
 
     def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs of the model by name.
+        """Return a mapping from the names of the outputs to their values.
+
+        Args:
+            inputs: Values of the inputs by name.
 
         Raises:
-            RunError: ONNX Runtime rejects the inputs, such as an index outside an embedding.
+            RunError: ONNX Runtime rejects the inputs, for example because an index is outside an embedding.
         """
         try:
             values = self._session.run(None, dict(inputs))
@@ -130,13 +142,13 @@ def onnx_bytes(
     outputs: Sequence[str],
     description: Description,
 ) -> bytes:
-    """Return the content of an ONNX file for a captured graph, after a check by onnx.checker.
+    """Return the content of an ONNX file for a captured graph. onnx.checker has checked the content.
 
     Args:
         network: The network.
-        program: Graph of the network.
+        program: Graph of the network from graph_capture.capture.
         dimensions: Names of the dynamic dimensions, by input and axis.
-        outputs: Names of the outputs, in order.
+        outputs: Names of the outputs in order.
         description: Metadata of the file.
 
     Raises:
@@ -177,7 +189,7 @@ def onnx_bytes(
 
 
 def require_package(package: str, *, feature: str) -> Any:
-    """Return an imported package of the extra `export`.
+    """Import a package of the pip extra `export`, and return the package.
 
     Args:
         package: Name of the package.
@@ -193,7 +205,7 @@ def require_package(package: str, *, feature: str) -> Any:
 
 
 def arrays(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return tensors as NumPy arrays by name."""
+    """Return the tensors of a mapping as NumPy arrays."""
     return {name: one.detach().cpu().contiguous().numpy() for name, one in inputs.items()}
 
 

@@ -1,4 +1,4 @@
-"""Encodes table columns of a request to the server in the same way as the training data of a run."""
+"""Encoder of table columns in a request to exp.serve. The encoding is the same as for the training data of the run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from exp.data.unlabelled import trained_table
 from exp.saved_runs.prediction import unlabelled_node
 from exp.saved_runs.run_files import RunFiles
 
-# Keys of the training statistics that are needed to encode inputs. Those in TENSORS are tensors.
+# Keys of the statistics of the training split that are needed to encode inputs. The values of the keys in TENSORS are
+# tensors.
 USED = ("numbers", "dates", "means", "deviations", "fills", "words", "most_frequent")
 TENSORS = ("means", "deviations", "fills")
-# Keys of the data config with functions that change the encoded columns.
+# Keys below `data.` in the config with functions that change samples after their encoding.
 TRANSFORMS = ("transforms", "eval_transforms", "batch_transforms", "collate")
 
 
 def table_form(run: RunFiles) -> dict[str, object] | None:
-    """Return the arguments of ServedTable as plain values; None if the inputs are not columns of a table."""
+    """Return the argument of ServedTable.of for a run. All values can be written as JSON.
+
+    Return None if the inputs of the network are not the encoded columns of a table.
+    """
     if run.settings.has_own_loaders:
         return None
     node, fitted = unlabelled_node(run, Path("the request")), run.data.fitted
@@ -41,11 +45,12 @@ def table_form(run: RunFiles) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTable:
-    """Encoder from table columns to the inputs of a network.
+    """Encoder that converts table columns to the inputs of a network.
 
     Args:
         fitted: Statistics of the training split.
-        options: Keyword arguments of trained_table.
+        options: Options of the run's data set, for the parameters of trained_table. They may also contain `decimal` and
+            `missing_values`.
     """
 
     fitted: Fitted
@@ -53,10 +58,10 @@ class ServedTable:
 
     @classmethod
     def of(cls, form: Mapping[str, Any]) -> ServedTable:
-        """Return the encoder from plain values, such as the JSON of an exported file.
+        """Return the encoder that the metadata of an exported file describes.
 
         Args:
-            form: The result of `table_form`.
+            form: The result of `table_form`, which may have been written as JSON and read again.
         """
         used = {
             name: torch.tensor(value, dtype=torch.float64) if name in TENSORS else value
@@ -66,18 +71,23 @@ class ServedTable:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that a request must have."""
+        """The names of the columns that a request must contain."""
         used = self.fitted[FITTED]
         return [*used["numbers"], *used["words"]]
 
     def encode(self, columns: Mapping[str, Sequence[object]]) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
-        """Return the inputs of the network by name, and the counts of unknown words by column.
+        """Return the encoded columns, and the words that are not in the training split.
 
         Args:
-            columns: Lists of values of equal length, by column. Values are numbers or texts. None is a missing value.
+            columns: Values of each column by name: numbers, texts, or None for a missing value. All columns must have
+                the same length.
+
+        Returns:
+            A mapping from the names of the network's inputs to arrays, and a mapping from columns to the number of rows
+            with each unknown word.
 
         Raises:
-            ConfigError: The columns have values that exp.predict rejects in a file.
+            ConfigError: A value is invalid. exp.predict rejects the same values in a file.
         """
         given = {name: columns[name] for name in self.columns}
         options = dict(self.options)

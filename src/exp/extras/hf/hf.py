@@ -1,6 +1,7 @@
-"""Data sets of Hugging Face's package `datasets`, from folders that save_to_disk wrote, or from memory.
+"""Data sets of Hugging Face's package `datasets`, from folders that save_to_disk has written, or from memory.
 
-No data are downloaded, and no code in a folder is run. Folders are read as Arrow tables, and pictures from their paths.
+Data are not downloaded. Code in a folder is not executed. A folder is read as Arrow tables. If a table contains the
+paths of pictures, the pictures are read from these paths.
 """
 
 from __future__ import annotations
@@ -30,29 +31,38 @@ from exp.shared_types import STAGES, Stage
 if TYPE_CHECKING:
     import datasets
 
-# Key of the class names in the result of fit().
+# The key of the class names in the statistics that HuggingFace.fit returns.
 FITTED = "hf"
 
 
 class HuggingFace(Dataset[object]):
-    """Data set of the package `datasets` that returns columns as inputs and target.
+    """Data set of the rows of a Dataset or DatasetDict of the package `datasets`. Columns are inputs and the target.
+
+    Exactly one of `path` and `source` must be given.
 
     Args:
-        path: Folder with a Dataset or DatasetDict that save_to_disk wrote. Exactly one of path and source must be
-            given.
-        source: Dataset or DatasetDict, or a node whose `_target_` is a user function that returns one.
-        split: Name of the only split of a DatasetDict to use. None: splits are assigned to stages by names such as
-            train, validation and test. Missing splits are taken from train by data.parts and parts_seed.
-        target: See Fields. A column of type ClassLabel provides the names of the classes. Texts are classes in
-            alphabetical order.
-        directory: Folder in which a relative path is searched, after the working directory.
-        inputs: See Fields, also for task, dtypes and scale.
-        resize: See Images, also for crop, mode, mean and std.
-        parts_seed: Seed of the random division into splits.
+        path: Folder with a Dataset or DatasetDict that save_to_disk has written. Default: None.
+        source: Dataset or DatasetDict. The config can set a function of the user that returns it. Default: None.
+        split: Name of the split of a DatasetDict to use; the other splits are ignored. Default: None, which uses all
+            splits. They need names such as train, validation and test. If a split is missing, random samples of the
+            training split are used instead. Their number is in data.parts.
+        target: See Fields. The class names are those of the column if its type is ClassLabel. If the column contains
+            texts, the texts are the class names, in alphabetical order.
+        directory: Folder that is searched if the path does not exist in the current folder. Default: `data`.
+        inputs: See Fields.
+        task: See Fields. Default: "classification".
+        dtypes: See Fields.
+        scale: See Fields. Default: 1.
+        resize: See PictureForm.
+        crop: See PictureForm.
+        mode: See PictureForm.
+        mean: See PictureForm.
+        std: See PictureForm.
+        parts_seed: Seed that divides the training split if a split is missing. Default: 0.
 
     Raises:
-        ConfigError: The package is not installed, a folder or column cannot be read, a column has texts, sound or
-            video, or the names of splits are unknown.
+        ConfigError: The package is not installed, a folder or column cannot be read, an input contains texts, sound or
+            video, or a split is unknown.
     """
 
     unlabelled = "exp.data.unlabelled.UnlabelledRecords"
@@ -98,13 +108,14 @@ class HuggingFace(Dataset[object]):
         self._settle()
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Return the splits by stage. Random samples of train are used for a missing split.
+        """Return the splits by name. If a split is missing, random samples of the training split are used instead.
 
         Args:
-            sizes: Sizes of the splits by stage: numbers or fractions of samples.
+            sizes: Size of each split: a number of samples, or a fraction. Existing validation and test splits are used
+                completely, regardless of their size here.
 
         Raises:
-            ConfigError: Splits have unknown names.
+            ConfigError: The name of a split is unknown, or `sizes` contains no split that exists.
         """
         by_stage = {stage: rows for stage in STAGES for name, rows in self.held.items() if name in PART_NAMES[stage]}
         if len(by_stage) < len(self.held) and len(self.held) > 1:
@@ -128,33 +139,37 @@ class HuggingFace(Dataset[object]):
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
-        """Return the names of the classes in order, in a dict; None if the classes have no names."""
+        """Return the statistics of this split: the names of the classes in order, or None if they have no names."""
         rows = self._rows()
         names = _class_names(rows, self._target) if self._target is not None else None
         return {FITTED: {"classes": names}}
 
     def prepare(self, fitted: Fitted) -> Self:
-        """Return a copy of the split with classes numbered as in the training split.
+        """Return a copy of the split that uses the class numbers of the training split.
 
         Args:
-            fitted: The result of `fit` for the training split.
+            fitted: The statistics of the training split.
         """
         part = copy.copy(self)
         part.known = fitted_entry(fitted, FITTED, part=self)["classes"]
         part.fields = copy.copy(self.fields)
         part.fields.classes = None if part.known is None else tuple(part.known)
-        # Rows have the number of a ClassLabel, and the name of other classes.
+        # If the target is a ClassLabel, rows contain class numbers, which are converted to these names. If not, rows
+        # contain the names.
         part.classes = _label_names(self._rows(), self._target) if part.known is not None else None
         return part
 
     @property
     def value_names(self) -> ValueNames:
-        # Not `classes`, whose order is that of the data set instead of training.
+        # The attribute `classes` is not used, because it has the order of this data set instead of the training split.
         return self.fields.value_names
 
     @property
     def num_classes(self) -> int | None:
-        """The number of classes: the number of class names, or else the largest label + 1. None for regression."""
+        """The number of classes: the number of class names, or the largest label plus 1 if classes have no names.
+
+        None for a regression.
+        """
         if self.known is not None:
             return len(self.known)
         if self._target is None:
@@ -164,7 +179,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def targets(self) -> Tensor | None:
-        """The class numbers of all samples, int64 `[N]`, for samplers; None without one class number per sample."""
+        """The class numbers of all samples, int64 `[N]`, for samplers. None if samples have no single class number."""
         if self._target is None:
             return None
         labels = [self._label(value) for value in self._rows().with_format(None)[self._target]]
@@ -180,7 +195,7 @@ class HuggingFace(Dataset[object]):
 
     @property
     def _target(self) -> str | None:
-        """The name of the target column if it has one number or text per row; None otherwise and for regression."""
+        """The name of the target column if its values are single class numbers or class names. None otherwise."""
         from datasets import ClassLabel, Value
 
         if self.fields.task == "regression" or not self.fields.targets:
@@ -210,13 +225,13 @@ class HuggingFace(Dataset[object]):
         return row
 
     def _label(self, value: object) -> object:
-        # -1 stands for no class.
+        # The label -1 means that the sample has no class. It is not converted to a name.
         if self.classes is None or not isinstance(value, int | np.integer) or not 0 <= value < len(self.classes):
             return value
         return self.classes[value]
 
     def _settle(self) -> None:
-        """Check the columns and the first row, and complete the fields from them.
+        """Check the columns and the first row. Set the columns and dtypes of `fields` from the first row.
 
         Raises:
             ConfigError: A column or a value is not supported.
@@ -235,17 +250,18 @@ class HuggingFace(Dataset[object]):
 
 
 def _is_transformed(rows: datasets.Dataset) -> bool:
-    """Return whether the user set a transform of the rows with `with_transform`."""
+    """Return whether the user has set a transform of the rows with the method `with_transform`."""
     return bool(rows.format["type"] == "custom")
 
 
 def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None = None) -> dict[str, object]:
-    """Return the values of a row by column.
+    """Return a mapping from columns to the values of a row.
 
     Args:
-        rows: The rows.
+        rows: The data set.
         index: Index of the row.
-        names: Columns to read. Missing columns are skipped. None: all columns.
+        names: Columns to read. Columns that do not exist are left out. Default: all columns. The rows of a data set
+            with a transform always contain all columns.
     """
     if _is_transformed(rows):
         return dict(rows[index])
@@ -255,10 +271,10 @@ def _values(rows: datasets.Dataset, index: int, *, names: Sequence[str] | None =
 
 
 def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
-    """Return the data sets in a folder that save_to_disk wrote, by name of the split.
+    """Return a mapping from the names of the splits to the data sets in a folder that save_to_disk has written.
 
     Raises:
-        ConfigError: The folder was not written by save_to_disk, or is damaged.
+        ConfigError: save_to_disk has not written the folder, or the folder is damaged.
     """
     import datasets
     from pyarrow import ArrowException
@@ -281,10 +297,12 @@ def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
 
 
 def _check_splits(found: object) -> Mapping[str, datasets.Dataset]:
-    """Return a value as data sets by name of the split. A Dataset becomes the split train.
+    """Return a mapping from the names of the splits to the data sets in a Dataset or DatasetDict.
+
+    The name of a single Dataset is `train`.
 
     Raises:
-        ConfigError: The value is no Dataset or DatasetDict.
+        ConfigError: The value is not a Dataset or DatasetDict.
     """
     import datasets
 
@@ -306,7 +324,13 @@ def _one_split(found: Mapping[str, datasets.Dataset], split: str | None) -> dict
 
 
 def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
-    """Raise ConfigError for a column with an unsupported type."""
+    """Raise ConfigError if the type of a column is not supported.
+
+    Args:
+        name: Name of the column.
+        feature: Type of the column.
+        key: Config key below `data.dataset.` that contains the column: `inputs` or `target`.
+    """
     from datasets.features import Array2D, Array3D, Array4D, Array5D, ClassLabel, Image, LargeList, List, Value
 
     inner = feature
@@ -323,7 +347,7 @@ def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
 
 
 def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None:
-    """Return the names of a ClassLabel; None for other columns."""
+    """Return the class names of a target column of type ClassLabel. Return None for other columns."""
     from datasets import ClassLabel
 
     feature = None if target is None else rows.features[target]
@@ -331,7 +355,10 @@ def _label_names(rows: datasets.Dataset, target: str | None) -> list[str] | None
 
 
 def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
-    """Return the names of a ClassLabel, or texts in alphabetical order; None for numbers."""
+    """Return the class names of a target column. Return None if the column contains numbers without names.
+
+    The names are those of a ClassLabel, or the different texts in the column, in alphabetical order.
+    """
     if (names := _label_names(rows, target)) is not None:
         return names
     held = [value for value in rows.unique(target) if value is not None]
@@ -339,7 +366,7 @@ def _class_names(rows: datasets.Dataset, target: str) -> list[str] | None:
 
 
 def _whole(sizes: Mapping[Stage, int | float]) -> dict[Stage, int | float]:
-    """Return sizes with fractions scaled to the sum 1. Numbers of samples are returned unchanged."""
+    """Return the sizes of splits. If all sizes are fractions, they are scaled so that their sum is 1."""
     if all(isinstance(size, float) for size in sizes.values()):
         total = sum(sizes.values())
         return {stage: size / total for stage, size in sizes.items()} if total > 0 else dict(sizes)

@@ -1,4 +1,4 @@
-"""Converts JSON requests to the input arrays of an ONNX model, and the outputs of the model to JSON."""
+"""Conversion of JSON requests to the inputs of an ONNX model, and of the outputs of the model to JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from exp.saved_runs.answers import Reading
 from exp.saved_runs.prediction import Predictions
 from exp.spelling import among, did_you_mean, show
 
-# Largest number of samples in one request.
+# Maximum number of samples in a request.
 MOST_SAMPLES = 256
-# By kind of the NumPy dtype of an input: the kinds of accepted values, and their description for messages.
+# Values that an input accepts, by the kind of its NumPy dtype: the kinds of the values, and their description for
+# messages.
 TAKEN = {
     "b": ("b", "true and false"),
     "f": ("iuf", "numbers within the range, or null for a missing number,"),
@@ -29,18 +30,18 @@ TAKEN = {
 
 
 class BadRequest(ExpError):
-    """Error of a request whose content is invalid for the model."""
+    """Error that reports a request with content that is invalid for the model."""
 
 
 def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
-    """Return the input arrays of a request by name.
+    """Return a mapping from the names of the model's inputs to the arrays in a request.
 
     Args:
-        body: JSON of the request, `{"inputs": {NAME: [SAMPLE, ...], ...}}`.
+        body: JSON text of the request, `{"inputs": {NAME: [SAMPLE, ...], ...}}`.
         model: The model.
 
     Raises:
-        BadRequest: The body is invalid for the model.
+        BadRequest: The body is not valid JSON, or its inputs do not match the inputs of the model.
     """
     known = {port.name: port for port in model.inputs}
     given = _inputs(body, list(known))
@@ -52,18 +53,19 @@ def read_samples(body: bytes, model: OnnxModel) -> dict[str, np.ndarray]:
 
 
 def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
-    """Return the input arrays of a request that has columns of a table.
+    """Return the inputs of the model for a request that contains columns of a table.
 
     Args:
-        body: JSON of the request, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
+        body: JSON text of the request, `{"inputs": {COLUMN: [VALUE, ...], ...}}`.
         table: Encoder of the columns.
         model: The model.
 
     Returns:
-        The arrays by name of the input, and the counts of unknown words by column.
+        A mapping from the names of the model's inputs to arrays, and a mapping from columns to the number of rows with
+        each word that is not in the training split.
 
     Raises:
-        BadRequest: The body is invalid for the table.
+        BadRequest: The body is not valid JSON, or its columns do not match the columns of the training data.
     """
     columns = _inputs(body, table.columns)
     for name in table.columns:
@@ -73,15 +75,19 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
         entries, unknown = table.encode(columns)
     except ConfigError as error:
         raise BadRequest("; ".join(f"{one.got}; expected {one.expected}" for one in error.errors)) from error
-    only = next(iter(entries.values()))  # the only input of a network may have any name
+    only = next(iter(entries.values()))  # If the model has a single input, its name may differ from the table's name.
     return {port.name: entries.get(port.name, only).astype(port.dtype) for port in model.inputs}, unknown
 
 
 def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> dict[str, object]:
     """Return the content of a response, `{"outputs": {NAME: [...]}, "predictions": [{...}, ...]}`.
 
-    `predictions` has the columns of exp.predict for each sample, such as the name of the class. nan and infinity become
-    null, because JSON does not support them.
+    The list `predictions` contains an object for each sample, with the same columns as a file of exp.predict, such as
+    the name of the class. nan and infinity become null, because JSON does not support them.
+
+    Args:
+        outputs: Outputs of the model by name.
+        description: Metadata of the model. If it does not contain the meaning of outputs, there is no `predictions`.
     """
     made: dict[str, object] = {"outputs": {name: _finite(one.tolist()) for name, one in outputs.items()}}
     readings = {name: Reading(**one) for name, one in description.readings.items()}
@@ -94,14 +100,15 @@ def answer_of(outputs: Mapping[str, np.ndarray], description: Description) -> di
 
 
 def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the inputs of a request by name.
+    """Return a mapping from the names of the inputs in a request to lists of values.
 
     Args:
-        body: JSON of the request.
+        body: JSON text of the request.
         names: Names of the required inputs.
 
     Raises:
-        BadRequest: An input is missing, the inputs are not lists of equal length, or there are too many samples.
+        BadRequest: The body is not valid JSON, an input is missing, the inputs are not lists of equal length, or there
+            are too many samples.
     """
 
     def refuse(word: str) -> NoReturn:
@@ -131,10 +138,14 @@ def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _array(port: Port, given: object) -> np.ndarray:
-    """Return the values of an input as an array with the dtype of the input. ONNX Runtime checks the shape.
+    """Return the values of an input as an array with the dtype of the input. ONNX Runtime checks the shape later.
+
+    Args:
+        port: Description of the input.
+        given: Nested lists of values from the request.
 
     Raises:
-        BadRequest: The values are invalid for the input.
+        BadRequest: A value cannot be converted to the dtype, or nested lists differ in length.
     """
     name, dtype = port.name, np.dtype(port.dtype)
     kinds, words = TAKEN[dtype.kind]
@@ -142,7 +153,7 @@ def _array(port: Port, given: object) -> np.ndarray:
     try:
         made = np.array(given)
         if made.dtype.kind == "O" and dtype.kind == "f" and all(isinstance(x, float | int | None) for x in made.flat):
-            made = np.array(given, np.float64)  # null becomes nan
+            made = np.array(given, np.float64)  # Converts null to nan.
     except ValueError as error:
         raise BadRequest(f"{name} has parts of different shapes, or is nested too deeply") from error
     except OverflowError as error:
@@ -158,7 +169,7 @@ def _array(port: Port, given: object) -> np.ndarray:
 
 
 def _finite(value: object) -> object:
-    """Return a value for JSON. Numbers that are not finite become None."""
+    """Return a value that can be written as JSON. Numbers that are not finite are replaced by None."""
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,9 +1,9 @@
-"""Serves an ONNX model over HTTP. Requests and responses are JSON, and the size of requests is limited.
+"""HTTP server of an ONNX model. Requests and responses are JSON. The size of a request is limited.
 
-    POST /predict   {"inputs": {NAME: [SAMPLE, ...]}} to {"outputs": {...}, "predictions": [...]}
-    GET  /health    {"status": "ok"}
+    POST /predict   request {"inputs": {NAME: [SAMPLE, ...]}}, response {"outputs": {...}, "predictions": [...]}
+    GET  /health    response {"status": "ok"}
 
-No part of a request is unpickled or executed.
+The content of requests is parsed only as JSON. It is not unpickled or executed.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ from exp.extras.serve.json_samples import BadRequest, answer_of, read_rows, read
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost")
-# Largest size of a request in bytes.
+# Maximum size of a request in bytes.
 MOST_BYTES = 2**20
-# Largest number of connections and open requests. Further requests get status 503.
+# Maximum number of connections and open requests. The response to further requests has the status 503.
 MOST_CONNECTIONS = 1024
-# Time for open requests to complete when the server ends.
+# Time in seconds that open requests have to complete when the server stops.
 GRACE_SECONDS = 20
 
 
 class AddressError(ExpError):
-    """Error of a server that cannot listen on its address."""
+    """Error that reports an address on which the server cannot listen."""
 
     exit_status = 2
 
 
 class ModelServer:
-    """HTTP server for one model, which runs in a thread of this process within a `with` block.
+    """Context manager that runs the HTTP server of a model in a thread of this process.
 
     Args:
         model: The model.
-        host: Address to listen on.
-        port: Port to listen on. 0: any free port.
+        host: Address to listen on. Default: 127.0.0.1.
+        port: Port to listen on. Default: 0, which chooses a free port.
+
+    Attributes:
+        address: URL of the server.
 
     Raises:
         AddressError: The port is in use, or the address is not available.
@@ -64,7 +67,7 @@ class ModelServer:
             reason = f"port {port} of {host}: {error.strerror or error}"
             raise AddressError(f"{reason}; expected a free one. Choose another port= or host=") from error
         self.address = f"http://{host}:{self._listener.getsockname()[1]}"
-        # Raise the limit of open files, because each connection is an open file.
+        # The limit of open files is raised, because each connection is an open file.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         settings = uvicorn.Config(
@@ -92,7 +95,11 @@ class ModelServer:
 
 
 class Service:
-    """Handlers of the HTTP requests for a model."""
+    """Handlers of the HTTP requests for a model.
+
+    Args:
+        model: The model.
+    """
 
     def __init__(self, model: OnnxModel) -> None:
         self._model = model
@@ -102,8 +109,11 @@ class Service:
     def application(self, host: str) -> Starlette:
         """Return the ASGI application.
 
-        On a loopback address, requests with other host names are rejected, because a website may resolve its host name
-        to this machine.
+        If the server listens on a loopback address, requests to other host names are rejected, because a malicious
+        website can resolve its host name to this machine.
+
+        Args:
+            host: Address on which the server listens.
         """
         hosts = list(LOOPBACK_NAMES) if host in LOOPBACK_NAMES else ["*"]
         return Starlette(
@@ -122,7 +132,7 @@ class Service:
             HTTPException: The request is invalid.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form of another site cannot send this type
+        if kind != "application/json":  # HTML forms of other websites cannot send requests with this type.
             raise HTTPException(415, f"content-type is {kind or 'missing'}; expected application/json")
         body = bytearray()
         async for part in request.stream():

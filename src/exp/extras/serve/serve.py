@@ -1,4 +1,7 @@
-"""python -m exp.serve run=DIR, or model=FILE.onnx: serves an exported network over HTTP, to this machine by default."""
+"""The command python -m exp.serve run=DIR or model=FILE.onnx, which serves an exported network over HTTP.
+
+The server can be reached only from this machine by default.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,14 @@ DEFAULT_PORT, LAST_PORT = 8000, 65535
 
 @command(help=HELP)
 def main(argv: Sequence[str]) -> int:
-    """Serve the model until Ctrl-C or SIGTERM.
+    """Run the command: serve the model until Ctrl-C or SIGTERM.
+
+    Args:
+        argv: Arguments of the command.
 
     Returns:
-        0 after Ctrl-C; 143 after SIGTERM; 2 for an error in the command, the config or the address; 1 if the network
-        cannot be exported.
+        Exit status 0 after Ctrl-C, or 143 after SIGTERM. Errors set the exit status 2 for an error in the command, the
+        config or the address, and 1 if the network cannot be exported.
     """
     from exp.cli.run_arguments import RUN, WEIGHTS, read_arguments
     from exp.cli.train import refuse_ranks
@@ -56,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     for package in ("starlette", "uvicorn"):
         if not is_installed(package):
             raise MissingExtraError(feature="exp.serve", package=package, extra="serve")
-    # These modules import torch.
+    # These modules import torch, so they are imported after the checks above.
     from exp.extras.export.onnx_file import OnnxModel
     from exp.extras.serve.model_server import LOOPBACK, LOOPBACK_NAMES, ModelServer
 
@@ -65,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"warning: no authentication; anyone who can reach {host} can use the model", file=sys.stderr)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with survive_output_errors(), _file(arguments) as path, handle_signals(lambda signum, frame: ended.put(signum)):
-        # With several threads per call, requests of small networks mostly wait for threads.
+        # A call uses one thread, because calls of small networks with several threads mostly wait for the threads.
         model = OnnxModel(path, threads=1)
         with ModelServer(model, host=host, port=port) as server:
             print(f"{values['run'] or values['model']}  {server.address}  (Ctrl-C ends it)", flush=True)
@@ -75,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _file(arguments: RunArguments) -> Iterator[Path]:
-    """Yield the ONNX file to serve: the given file, or a temporary export of the run."""
+    """Yield the path of the ONNX file to serve: the value of model=, or a temporary export of the run."""
     values = arguments.values
     if values["model"] is not None:
         yield Path(values["model"])
@@ -90,7 +96,13 @@ def _file(arguments: RunArguments) -> Iterator[Path]:
 
 
 def _check_words(values: Mapping[str, str | None]) -> None:
-    """Raise ConfigError unless exactly one of run and model is given, or if weights are given with model."""
+    """Raise ConfigError if the arguments cannot be combined.
+
+    Exactly one of run= and model= must be given. weights= must not be combined with model=.
+
+    Args:
+        values: Values of the arguments by name. None if an argument is not given.
+    """
     if (values["run"] is None) == (values["model"] is None):
         got = "nothing to serve" if values["run"] is None else f"run={values['run']} with model={values['model']}"
         raise config_error("run", got=got, expected="run=DIR or model=FILE.onnx", source=COMMAND_LINE)
@@ -100,7 +112,10 @@ def _check_words(values: Mapping[str, str | None]) -> None:
 
 
 def _port(text: str | None) -> int:
-    """Return the port number from its text; DEFAULT_PORT for None.
+    """Return the port number in the argument port=. Return DEFAULT_PORT if the argument is not given.
+
+    Args:
+        text: The value of the argument, or None.
 
     Raises:
         ConfigError: The text is not a whole number from 0 to LAST_PORT.

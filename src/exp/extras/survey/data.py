@@ -1,4 +1,7 @@
-"""python -m exp.data [flags] [overrides]: shows statistics and leaks of the data. Trains nothing."""
+"""The command python -m exp.data [flags] [overrides], which shows statistics of the data without training.
+
+It also reports leaks: samples that occur in several splits.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ if TYPE_CHECKING:
     from exp.extras.survey.survey import Survey
 
 PROGRAM = "python -m exp.data"
-# Largest number of pairs of equal samples in data.json, per pair of splits.
+# Maximum number of pairs of equal samples that data.json lists for two splits.
 MOST_PAIRS = 100
-# The name of a run directory: its date and its time.
+# Matches the last two parts of the path of a run directory: date and time.
 RUN = re.compile(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d")
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
-    """Survey the data that `python -m exp.train` would use with the same command line, and write the results.
+    """Run the command: read the data that `python -m exp.train` uses with the same arguments, and write the results.
 
     Args:
-        argv: The command line; None reads `sys.argv`.
+        argv: Arguments of the command.
 
     Returns:
-        0 if all samples are read and all files are written; 1 if not; 2 for errors in the config; 130 after Ctrl-C,
-        without results.
+        Exit status 0. Errors set the exit status 2 for an error in the config, and 1 if a sample cannot be read or a
+        file cannot be written. Ctrl-C sets the exit status 130. No results are written in these cases.
     """
-    # Imported here because `main` answers a Ctrl-C during the import of Hydra.
+    # The import is in the function, so that Ctrl-C during the import of Hydra is handled.
     from exp.cli.command_line import answer_question, parse_arguments
 
     arguments = parse_arguments(argv, program=PROGRAM)
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         from exp.data.entries import TARGET
         from exp.extras.survey.survey import survey
 
-        # Entries of a batch that objective terms and metrics use as targets.
+        # The targets are the values of a batch that objective terms and metrics use as targets.
         nodes = [
             node for group in ("objective", "metrics") for node in getattr(resolved.settings, group).values() if node
         ]
@@ -67,7 +70,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _resolve_config(arguments: argparse.Namespace) -> Resolved:
-    """Return the checked config. The network is not checked, because it is not built.
+    """Return the config after its checks. The network is neither built nor checked.
+
+    Args:
+        arguments: The parsed arguments of the command.
 
     Raises:
         ConfigError: The config has errors.
@@ -108,8 +114,14 @@ def _build(resolved: Resolved) -> Data:
 def _write(resolved: Resolved, data: Data, found: Survey, *, command: str) -> Path:
     """Write data.md and data.json to a new directory.
 
+    Args:
+        resolved: The config.
+        data: The data.
+        found: The survey of the data.
+        command: The command line, which is written to the files.
+
     Returns:
-        The directory: outputs/<name>/data/<date>/<time>, or the value of hydra.run.dir.
+        The path of the directory: outputs/<name>/data/<date>/<time>, or the value of hydra.run.dir.
 
     Raises:
         RunError: The directory cannot be created or written.

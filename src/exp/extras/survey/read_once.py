@@ -1,4 +1,4 @@
-"""Reads each sample of a split once and in order. Batches have the indices and hashes of their samples."""
+"""Loader that reads each sample of a split once and in order, with the hash of its inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from exp.data.workers import Assembly, Sample, WorkerLoader, as_batch
 from exp.errors import ExpError
 from exp.shared_types import Stage
 
-# Size of a hash in bytes. Two different samples have the same hash by chance in 1 of 10^38 pairs.
+# Size of a hash in bytes. The probability that two different samples have the same hash is about 1 in 10^38.
 HASH_BYTES = 16
 
 
@@ -34,11 +34,12 @@ class Read:
     """Batch of consecutive samples of a split.
 
     Args:
-        data: The batch, before batch transforms.
+        data: The batch before batch transforms.
         first: Index of the first sample in the split.
         count: Number of samples.
-        hashes: Hashes of the inputs of each sample before transforms; None if the inputs cannot be compared.
-        sizes: Shapes of the samples before padding, by name of the entry. Entries without padding are left out.
+        hashes: Hash of the inputs of each sample before its transforms. None if the inputs cannot be hashed.
+        sizes: Shape of a value in each sample before padding, by name of the value. Values that were not padded are
+            left out.
     """
 
     data: object
@@ -50,7 +51,12 @@ class Read:
 
 @dataclass(frozen=True)
 class Hashed:
-    """A sample after its transforms, and the hash of its inputs before them."""
+    """Sample with a hash.
+
+    Args:
+        data: The sample after its transforms.
+        hash: Hash of the inputs before the transforms. None if the inputs cannot be hashed.
+    """
 
     data: object
     hash: bytes | None
@@ -58,13 +64,13 @@ class Hashed:
 
 @dataclass(frozen=True, kw_only=True)
 class HashBefore(SampleTransform):
-    """Transform that hashes the inputs of a sample, and then applies the transforms of the data.
+    """Transform that computes the hash of a sample, and then applies the transforms of the data.
 
-    The order matters, because transforms may change the sample in place.
+    The hash is computed first, because transforms may change the sample in place.
 
     Args:
         hashed: Function that returns the hash of a sample.
-        transforms: Transforms of the data.
+        transforms: Transforms of the samples in the config.
     """
 
     hashed: Callable[[object], bytes | None]
@@ -77,10 +83,10 @@ class HashBefore(SampleTransform):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAssembly(Assembly):
-    """Assembly that makes a Read from hashed samples.
+    """Function that makes a Read from a list of samples with hashes.
 
     Args:
-        inputs: Names of the values of a sample.
+        inputs: Names of the values of a sample. Empty if the values have no names.
     """
 
     inputs: Sequence[str]
@@ -100,13 +106,13 @@ class ReadAssembly(Assembly):
 
 
 def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> Iterator[Read]:
-    """Yield batches of the first samples of a split, in order, with the transforms of epoch 0.
+    """Yield the first samples of a split in order, as batches. The samples are transformed as in epoch 0.
 
     Args:
         data: The data.
-        stage: The split.
-        count: Number of samples. The last batch may exceed it.
-        targets: Entries of a sample that are targets. Hashes do not include them.
+        stage: The name of the split.
+        count: Number of samples to read. The last batch is complete, so that a few more samples may be read.
+        targets: Names of the values of a sample that are targets. They are not part of the hash.
 
     Raises:
         ExpError: A sample cannot be read, or a label is not a class.
@@ -123,7 +129,14 @@ def read_once(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -
 
 
 def _ordered_loader(loading: Loading, stage: Stage, *, count: int, hashed: Callable[[object], bytes | None]) -> Loader:
-    """Return a loader of the first `count` samples in the order of the data set. A stream is loaded as a whole."""
+    """Return a loader of the first samples of a split, in the order of the data set.
+
+    Args:
+        loading: The data.
+        stage: The name of the split.
+        count: Number of samples. It is ignored for an IterableDataset, because its loader always reads all samples.
+        hashed: Function that returns the hash of a sample.
+    """
     part = loading.part(stage)
     options = replace(loading.options, pin_memory=False, persistent_workers=False)
     transform = HashBefore(hashed=hashed, transforms=loading.transforms.of(stage))
@@ -148,19 +161,21 @@ def _ordered_loader(loading: Loading, stage: Stage, *, count: int, hashed: Calla
 
 
 def entries_of(data: object, inputs: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values of a sample or batch by name.
+    """Return a mapping from the names of the values in a sample or batch to the values.
 
-    A pair has the names `input` and `target`. Nested values have names such as `boxes.corners`.
+    The values of a pair have the names `input` and `target`. Nested values have names such as `boxes.corners`.
 
     Args:
         data: The sample or batch.
-        inputs: Names of the values if the sample is a tuple.
+        inputs: Names of the values, if the sample is a tuple with named values. Default: no names.
     """
     return dict(_flat("", named_entries(data, inputs)))
 
 
 def origin(dataset: object, index: int) -> str | None:
-    """Return the file of a sample, or else its index in the data set that was divided; None if both are unknown.
+    """Return the origin of a sample for messages: its file, or its index in the data set that was divided into splits.
+
+    Return None if both are unknown.
 
     Args:
         dataset: The split.
@@ -189,14 +204,14 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str], values: int = 0) -> bytes | None:
-    """Return the hash of the inputs of a sample; None if the inputs contain an object that cannot be compared.
+    """Return the hash of the inputs of a sample. Return None if the inputs contain an object that cannot be hashed.
 
     Args:
         sample: The sample.
-        inputs: Keys of the inputs if the sample is a mapping. If the sample has none of these keys, all entries except
-            targets are inputs. Other entries are left out, because some, such as a path, are unique.
-        targets: Keys of the targets if the sample is a mapping.
-        values: Number of inputs before the target if the sample is a tuple; 0 if unknown.
+        inputs: Names of the inputs in a mapping. Other values are not hashed, because some are unique, such as a path.
+            If the mapping contains no input, all values except targets are hashed.
+        targets: Names of the targets in a mapping.
+        values: Number of inputs in a tuple, before the target. Default: 0, if the number is unknown.
     """
     given: object = sample
     if isinstance(sample, Mapping):
@@ -208,11 +223,11 @@ def input_hash(sample: object, *, inputs: Sequence[str], targets: Sequence[str],
     for name, value in _flat("", given):
         kind, plain = getattr(value, "dtype", None), value
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            # NumPy lacks some of torch's dtypes.
+            # The tensor is converted to bytes, because NumPy does not support all dtypes of torch.
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         try:
             array = np.asarray(plain)
-        except (TypeError, ValueError):  # a sparse tensor, or arrays of several shapes
+        except (TypeError, ValueError):  # The value is a sparse tensor, or a list of arrays with different shapes.
             return None
         shape = value.shape if isinstance(value, Tensor) else array.shape
         if array.dtype.hasobject:

@@ -1,4 +1,4 @@
-"""Reads each sample of the data once, and collects sizes, statistics, classes and repeated samples."""
+"""Survey of the data: sizes, statistics, classes and repeated samples. Each sample is read once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from exp.extras.survey.tallies import Numbers, combine, moments, statistics
 from exp.shared_types import Stage, dtype_name
 
 CHANNELS = (3, 4)
-# Largest number of unnamed columns with one row each. More columns, such as the samples of a sound, have one row.
+# Maximum number of columns without names that have separate statistics. If there are more columns, such as the
+# amplitudes of a sound, they have common statistics.
 MOST_COLUMNS = 256
-# Largest number of different whole numbers of an input that count as classes.
+# Maximum number of different integers in an input that are counted like classes.
 FEW = 20
 
 
@@ -34,8 +35,8 @@ class Value:
     """Description of a value in a batch.
 
     Args:
-        dtype: Name of the dtype or type.
-        shape: Shape of the value; None for a value that is no tensor or list.
+        dtype: Name of the dtype, or of the Python type.
+        shape: Shape of the value. None if the value is neither a tensor nor a list.
     """
 
     dtype: str
@@ -44,13 +45,13 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """Counts of the labels of a value.
+    """Numbers of samples of each class in a value, such as the target.
 
     Args:
-        counts: Counts by label.
-        names: Names of the classes by number.
-        ignored: Number of negative labels.
-        imbalance: Count of the most frequent class, divided by the count of the rarest class.
+        counts: Number of occurrences of each label that is not negative.
+        names: Names of the classes, in the order of their numbers.
+        ignored: Number of occurrences of negative labels.
+        imbalance: Number of occurrences of the most frequent class, divided by that of the least frequent class.
     """
 
     counts: dict[int, int]
@@ -59,21 +60,21 @@ class Classes:
     imbalance: float
 
     def name_of(self, label: int) -> str:
-        """Return the number of a class, followed by the name if the class has one."""
+        """Return the number of a class as text, such as "3 cat". If the class has no name, return only the number."""
         return f"{label} {self.names[label]}" if 0 <= label < len(self.names) else str(label)
 
 
 @dataclass(kw_only=True)
 class Part:
-    """Survey of a split, after the transforms of samples. data.json has these fields.
+    """Survey of a split, after the transforms of its samples. The file data.json contains these fields.
 
     Attributes:
-        samples: Number of samples; None for a stream without a length.
-        batches: Number of batches; None for a stream without a length.
+        samples: Number of samples. None for a stream of unknown length.
+        batches: Number of batches. None for a stream of unknown length.
         looked_at: Number of samples that were read.
-        batch: Descriptions of the values of the first batch, by name.
-        numbers: Statistics of the columns of each value, by name of the value.
-        classes: Counts of classes, by name of the value.
+        batch: Description of each value in the first batch, by name.
+        numbers: Statistics of each column of a value, by name of the value.
+        classes: Numbers of samples of each class, by name of the value.
         lengths: Statistics of the lengths of sequences, by name of the value.
     """
 
@@ -91,9 +92,9 @@ class Survey:
     """Survey of all splits, with the samples that occur more than once.
 
     Attributes:
-        parts: Splits by stage.
-        repeats: Pairs of indices of equal samples. The key is the split of the first index and the split of the second
-            index.
+        parts: Survey of each split, by name.
+        repeats: Equal samples of two splits. The key is the names of the two splits, which may be equal. The value is a
+            list of pairs: the index of a sample in the first split, and the index of an equal sample in the second.
     """
 
     parts: dict[Stage, Part] = field(default_factory=dict)
@@ -105,14 +106,14 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
 
     Args:
         data: The data.
-        count: Largest number of samples per split.
-        targets: Entries of a batch that are targets.
+        count: Maximum number of samples to read of each split.
+        targets: Names of the values of a batch that are targets.
 
     Raises:
         ExpError: A sample cannot be read.
     """
     found = Survey()
-    # Index of the first sample with a hash, by stage and hash.
+    # The index of the first sample that has a hash, by split and hash.
     known: dict[Stage, dict[bytes, int]] = {}
     with preserve_generators():
         for stage in data.stages:
@@ -127,7 +128,7 @@ def survey(data: Data, *, count: int, targets: Sequence[str]) -> Survey:
 
 
 def _read(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> tuple[Part, Sequence[bytes | None]]:
-    """Return the survey of a split, and the hash of each sample."""
+    """Return the survey of a split, and the hash of each sample that was read. See `survey` for the parameters."""
     dataset = data.part(stage)
     samples = declared_length(dataset) if isinstance(dataset, IterableDataset) else samples_in(dataset)
     names = value_names(dataset)
@@ -147,7 +148,7 @@ def _read(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> tu
             entry.add(value, read.sizes.get(name))
         part.looked_at += read.count
         hashes += read.hashes
-    if part.samples is None and part.looked_at < count:  # the stream has ended
+    if part.samples is None and part.looked_at < count:  # The whole stream was read, so its length is known.
         part.samples, drop_last = part.looked_at, data.drop_last and stage == "train"
         part.batches = batch_count(part.looked_at, data.batch_size, drop_last=drop_last)
     for name, entry in entries.items():
@@ -156,12 +157,19 @@ def _read(data: Data, stage: Stage, *, count: int, targets: Sequence[str]) -> tu
 
 
 class _Entry:
-    """Statistics of one value over the batches of a split."""
+    """Statistics of one value of a sample, collected from all batches of a split.
+
+    Args:
+        name: Name of the value.
+        names: Names of the columns and classes in the split.
+        is_target: Whether the value is a target.
+    """
 
     def __init__(self, name: str, names: ValueNames, *, is_target: bool) -> None:
         self._columns, self._class_names = list(names.columns.get(name, ())), names.classes.get(name, ())
         self._is_target, self._is_scalar = is_target, True
-        # Moments by column names. An entry with changing widths has no statistics.
+        # Moments by the names of the columns. If the number of columns differs between batches, there are several
+        # entries, and the value has no statistics.
         self._moments: dict[tuple[str, ...], np.ndarray] = {}
         self._counts: Counter[int] = Counter()
         self._lengths: list[int] = []
@@ -171,7 +179,7 @@ class _Entry:
 
         Args:
             value: The value.
-            sizes: Shapes of the samples before padding; None without padding.
+            sizes: Shape of the value in each sample before padding. None if the value was not padded.
         """
         if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
             self._lengths += [len(one) for one in value]
@@ -189,7 +197,12 @@ class _Entry:
         self._moments[names] = combine(self._moments[names], found) if names in self._moments else found
 
     def close(self, name: str, part: Part) -> None:
-        """Store the statistics in `part` under a name."""
+        """Write the statistics to the survey of a split.
+
+        Args:
+            name: Name of the value.
+            part: Survey of the split, which is changed in place.
+        """
         if self._lengths:
             (part.lengths[name],) = statistics(moments(torch.tensor(self._lengths)[:, None]), [""])
         counts = dict(sorted(self._counts.items()))
@@ -203,15 +216,21 @@ class _Entry:
             part.numbers[name] = statistics(found, names)
 
     def _without_padding(self, value: Tensor, sizes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the values without padding, `[K, 1]`, and collect the lengths of the sequences."""
+        """Return the numbers of a value without padding, `[K, 1]`. Add the lengths of its sequences to the statistics.
+
+        Args:
+            value: The padded value, `[B, ...]`.
+            sizes: Shape of the value in each sample before padding.
+        """
         self._lengths += [size[0] for size in sizes]
         rows = zip(value, sizes, strict=True)
         return torch.cat([row[tuple(map(slice, size))].reshape(-1) for row, size in rows])[:, None]
 
     def _by_column(self, value: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Return the values as C columns, `[N, C]`, and the names of the columns.
+        """Return the numbers of a value as C columns, `[N, C]`, and the names of the columns.
 
-        A value that is not divided into columns is one column with an empty name.
+        Columns are named columns of the data, columns of a matrix, or channels of a picture. If the value has no such
+        columns, all its numbers form one column with an empty name.
         """
         width = value.shape[-1]
         if value.dim() >= 2 and len(self._columns) == width:

@@ -1,4 +1,4 @@
-"""Texts of a survey: findings, the worst first, and Markdown tables that are readable in a terminal."""
+"""Text of a survey: a list of findings, and Markdown tables that are readable in a terminal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from exp.output import markdown_table
 from exp.shared_types import Stage
 from exp.spelling import among
 
-# Rows of a table. data.json has all rows.
+# Maximum number of rows in a table of data.md. The file data.json contains all rows.
 MOST_ROWS = 40
-# Smallest imbalance of classes that is a finding.
+# Minimum imbalance of classes that is reported as a finding; see Classes.
 UNEQUAL = 10
 
 
@@ -21,8 +21,8 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
 
     Args:
         survey: The survey.
-        command: Command line of the survey.
-        findings: Findings, one line each.
+        command: Command line that was used to make the survey.
+        findings: Findings, each of one line.
     """
     sections = {
         "Findings": "\n".join(f"- {line}" for line in findings) or "No issues found.",
@@ -45,12 +45,13 @@ def markdown(survey: Survey, *, command: str, findings: Sequence[str]) -> str:
 
 
 def findings(survey: Survey, *, origin: Callable[[Stage, int], str | None], notes: Sequence[str]) -> list[str]:
-    """Return the findings, the worst first.
+    """Return the findings, each of one line. The most severe findings are first.
 
     Args:
         survey: The survey.
-        origin: Function that returns the file or other source of a sample, or None.
-        notes: Notes from the data.
+        origin: Function that returns the origin of a sample as text, such as its file, or None. Its arguments are the
+            name of a split and the index of a sample.
+        notes: Notes on the data, which are also findings.
     """
     found = []
     for (stage, within), pairs in sorted(survey.repeats.items(), key=lambda one: one[0][0] == one[0][1]):
@@ -63,7 +64,11 @@ def findings(survey: Survey, *, origin: Callable[[Stage, int], str | None], note
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return a Markdown table of rows with the same columns; an empty text without rows."""
+    """Return a Markdown table. Return an empty text if there are no rows.
+
+    Args:
+        rows: Mappings from columns to values. All rows have the same columns.
+    """
     if not rows:
         return ""
     texts = [place for place, name in enumerate(rows[0]) if any(isinstance(row[name], str | tuple) for row in rows)]
@@ -75,11 +80,11 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _rows(survey: Survey, kind: str) -> list[dict[str, object]]:
-    """Return table rows of all splits from a field of Part.
+    """Return the rows of a table that shows a field of Part for all splits.
 
     Args:
         survey: The survey.
-        kind: Name of the field, such as numbers.
+        kind: Name of the field, such as `numbers`.
     """
     return [
         {"part": stage, "value": name, **asdict(one)}
@@ -107,7 +112,10 @@ def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files
 
 
 def _differences(survey: Survey) -> Iterator[str]:
-    """Yield a finding for each value that a split lacks, or that has another dtype or size than in the first split."""
+    """Yield a finding for each value that is different in the first split and in another split.
+
+    The value is missing in one of the two splits, or it has a different dtype or shape.
+    """
     (first, own), *others = survey.parts.items()
     for name in dict.fromkeys(name for part in survey.parts.values() for name in part.batch):
         for stage, part in others:
@@ -116,7 +124,12 @@ def _differences(survey: Survey) -> Iterator[str]:
 
 
 def _form(part: Part, name: str) -> str:
-    """Return the dtype and shape of a value in one sample as text. A varying length is written as null."""
+    """Return the dtype and shape of a value in one sample as text. A size that varies is written as null.
+
+    Args:
+        part: Survey of the split.
+        name: Name of the value.
+    """
     if name not in part.batch:
         return "missing"
     value = part.batch[name]
@@ -125,7 +138,7 @@ def _form(part: Part, name: str) -> str:
 
 
 def _of_part(stage: Stage, part: Part) -> Iterator[str]:
-    """Yield the findings about the values of a split."""
+    """Yield the findings about a single split: invalid numbers, constant columns, classes and samples not read."""
     for name, columns in part.numbers.items():
         wrong = {one.name: one.missing + one.infinite for one in columns if one.missing or one.infinite}
         if wrong:

@@ -1,4 +1,4 @@
-"""Computes statistics of columns in float64, batch by batch."""
+"""Statistics of columns in float64, which are computed from one batch after another."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """Statistics of a column, of a channel, or of a whole entry.
+    """Statistics of a column, of a channel, or of all numbers of a value.
+
+    The mean, deviation, low and high are None if there are no finite numbers. They are also None if they are outside
+    the range of float64.
 
     Args:
-        name: Name of the column or channel; empty for a whole entry.
-        count: Number of finite values.
-        missing: Number of nan values.
-        infinite: Number of infinite values.
-        mean: Mean of the finite values. This and the following fields are None without finite values, or if the result
-            is outside the range of float64.
-        deviation: Standard deviation of the finite values, as NumPy's `std`.
-        low: Smallest finite value.
-        high: Largest finite value.
+        name: Name of the column or channel. Empty for the statistics of all numbers of a value.
+        count: Number of finite numbers.
+        missing: Number of nan.
+        infinite: Number of infinite numbers.
+        mean: Mean of the finite numbers.
+        deviation: Standard deviation of the finite numbers, defined as in NumPy's `std`.
+        low: Smallest finite number.
+        high: Largest finite number.
     """
 
     name: str
@@ -37,9 +39,12 @@ class Numbers:
 
 
 def moments(tensor: Tensor) -> np.ndarray:
-    """Return the moments of each of C columns, `[7, C]`.
+    """Return the moments of C columns, float64 `[7, C]`.
 
-    The rows are count, missing, infinite, mean, sum of squared deviations, low and high; see Numbers.
+    The 7 rows are count, missing, infinite, mean, sum of squared deviations from the mean, low and high; see Numbers.
+
+    Args:
+        tensor: The columns, `[N, C]`.
     """
     values = tensor.double().numpy()
     finite = np.isfinite(values)
@@ -53,9 +58,14 @@ def moments(tensor: Tensor) -> np.ndarray:
 
 
 def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the moments of the union of two groups of rows from the moments of each group.
+    """Return the moments of two groups of rows together, `[7, C]`, computed from the moments of each group.
 
-    Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+    The formulas are from Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances, 1979.
+
+    Args:
+        one: Moments of the first group, `[7, C]`.
+        other: Moments of the second group, `[7, C]`.
     """
     counts = one[:3] + other[:3]
     share = other[0] / np.maximum(counts[0], 1)
@@ -66,11 +76,11 @@ def combine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def statistics(moments: np.ndarray, names: Sequence[str]) -> list[Numbers]:
-    """Return the statistics of each column from its moments.
+    """Return the statistics of C columns, computed from their moments.
 
     Args:
-        moments: Moments `[7, C]`, from `moments` or `combine`.
-        names: Names of the C columns.
+        moments: Moments `[7, C]`, from the functions `moments` or `combine`.
+        names: Names of the columns.
     """
     found = []
     for name, (count, missing, infinite, mean, squares, low, high) in zip(names, moments.T.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Text in a file of tokens. The file is memory-mapped, and may be larger than memory."""
+"""Data set of a file of tokens. The file is memory-mapped, so it may be larger than memory."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 class TokenFile(Dataset[object]):
-    """The tokens of a file in blocks.
+    """Data set of blocks of the tokens in a file. A block has T tokens.
 
-    Input and target are int64 `[T]`; the target is the next token of each position.
-
-    Only the tokens of a batch are read. The splits are contiguous, in the order of the file.
+    The input is int64 `[T]`: the numbers of the tokens. The target is int64 `[T]`: the token after each position. The
+    splits are consecutive parts of the file. Only the tokens of a batch are read from the file.
 
     Args:
-        path: A .bin file of raw integers, as nanoGPT writes it, or a .npy file `[N]`. The path is relative to the
-            current folder or to `directory`.
-        directory: The folder that is searched if the path does not exist in the current folder.
-        dtype: The dtype of a .bin file. A .npy file contains its dtype.
-        vocabulary_size: The number of different tokens, V; None for the number of the tokenizer.
-        tokenizer: The tokenizer.json that made the tokens, of the package tokenizers. It is used to show text.
-        block_size: The number of tokens in a sample, T.
+        path: A .bin file of integers, as nanoGPT writes it, or a .npy file with an array `[N]`. The path is relative to
+            the current folder or to `directory`.
+        directory: The folder that is searched if the path does not exist in the current folder. Default: `data`.
+        dtype: The dtype of a .bin file. Default: uint16. It is ignored for a .npy file, which contains its dtype.
+        vocabulary_size: The number of different tokens. Default: None, which means the number of tokens of the
+            tokenizer.
+        tokenizer: The tokenizer.json with which the tokens were made, of the package tokenizers. It is used to show
+            tokens as text. Default: None, which shows numbers.
+        block_size: The number of tokens in a sample, T. Default: 64.
 
     Raises:
-        ConfigError: A file does not exist or has the wrong content, or V is unknown.
+        ConfigError: A file does not exist or has the wrong content, or both vocabulary_size and tokenizer are None.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class TokenFile(Dataset[object]):
         self._count = len(map_tokens(self.file, dtype))
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks, which are the samples."""
         return max(0, (self._count - 1) // self.block_size)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, FileBlocks]:
-        """Return contiguous splits. The splits share no tokens.
+        """Return consecutive parts of the file as splits, by name. The splits do not overlap.
 
         Args:
             sizes: The size of each split: a fraction of the tokens, or a whole number of blocks.
@@ -78,27 +79,35 @@ class TokenFile(Dataset[object]):
 
 
 class FileBlocks(TextBlocks):
-    """Blocks of the tokens in a slice of a file. Each process maps the file into memory."""
+    """Data set of blocks of the tokens in a slice of a file. Each process maps the file into its memory.
+
+    Args:
+        file: The file.
+        dtype: The dtype of a .bin file.
+        place: The slice of the file, in tokens.
+        block_size: The number of tokens in a block.
+        vocabulary: The vocabulary of the tokens.
+    """
 
     def __init__(self, *, file: Path, dtype: TokenDtype, place: slice, block_size: int, vocabulary: Decoder) -> None:
         self._file, self._dtype, self._place = file, dtype, place
         super().__init__(tokens=map_tokens(file, dtype)[place], block_size=block_size, vocabulary=vocabulary)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The mapping is not pickled, because a pickle would contain the whole file.
+        # Worker processes map the file themselves, because a pickled memory map would contain the whole file.
         made = functools.partial(FileBlocks, file=self._file, dtype=self._dtype, place=self._place)
         return functools.partial(made, block_size=self.block_size, vocabulary=self.vocabulary), ()
 
 
 def map_tokens(file: Path, dtype: TokenDtype) -> Tensor:
-    """Return the memory-mapped tokens of a file.
+    """Return the tokens in a file as a memory-mapped tensor `[N]`.
 
     Args:
-        file: A .npy file, or a .bin file of raw integers.
+        file: A .npy file, or a .bin file of integers.
         dtype: The dtype of a .bin file.
 
     Raises:
-        ConfigError: The file does not contain integers `[N]`.
+        ConfigError: The extension of the file is not supported, or the file does not contain integers `[N]`.
     """
     key, kind = "dataset.path", file.suffix.lower()
     if kind not in (".npy", ".bin"):
@@ -115,13 +124,18 @@ def map_tokens(file: Path, dtype: TokenDtype) -> Tensor:
             raise data_error(key, got=f"{file} of {size} bytes", expected=expected)
         held = np.memmap(file, dtype=dtype, mode="r")
     with warnings.catch_warnings():
-        # torch warns that the array is read-only. A writable mapping would be limited by the size of memory.
+        # torch warns that the array is read-only. It must be read-only, because the size of a writable memory map is
+        # limited by the memory.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(held)
 
 
 class TokenNumbers:
-    """Decoder for tokens without known texts. The text of a token is its number."""
+    """Vocabulary of tokens for which there is no tokenizer. The text of a token is its number.
+
+    Args:
+        size: The number of tokens in the vocabulary.
+    """
 
     unit = "tokens"
     unknown = None

@@ -1,4 +1,4 @@
-"""Text encoded by a tokenizer. The tokenizer is trained on the training split, or read from a file."""
+"""Data set of text that a tokenizer encodes. The tokenizer is trained on the training split, or read from a file."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from exp.shared_types import Stage
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The key of the tokenizer's JSON in the statistics that fit() returns.
+# The key of the tokenizer's JSON text in the statistics that Tokens.fit returns.
 FITTED = "tokenizer"
-# The minimum size of the vocabulary: each byte is a token, so that every text can be encoded.
+# The minimum number of tokens in the vocabulary. All 256 bytes are tokens, so that every text can be encoded.
 BYTES = 256
 
 
 class Tokens(Dataset[object]):
-    """The text of files in tokens. Input and target are int64 `[T]`; the target is the next token of each position.
+    """Data set of blocks of the text in files, encoded as tokens. A block has T tokens.
+
+    The input is int64 `[T]`: the numbers of the tokens. The target is int64 `[T]`: the token after each position.
 
     Args:
         files: See Text.
-        directory: The folder that is searched if a pattern matches no file in the current folder.
-        tokenizer: A tokenizer.json of the package tokenizers. None trains byte-level byte-pair encoding on the training
-            split.
-        vocabulary_size: The number of tokens of a trained tokenizer, V.
-        block_size: The number of tokens in a sample, T.
+        directory: The folder that is searched if a pattern matches no file in the current folder. Default: `data`.
+        tokenizer: A tokenizer.json of the package tokenizers. Default: None, which trains a tokenizer on the training
+            split, with byte-level byte-pair encoding.
+        vocabulary_size: The number of tokens of a trained tokenizer. Default: 1000. It is ignored if `tokenizer` is
+            set.
+        block_size: The number of tokens in a sample, T. Default: 64.
 
     Raises:
-        ConfigError: A file does not exist, is not UTF-8 or not a tokenizer, or the package tokenizers is not installed.
+        ConfigError: A file does not exist, a text is not UTF-8, or the package tokenizers is not installed.
     """
 
     def __init__(
@@ -58,17 +61,17 @@ class Tokens(Dataset[object]):
         self.file = None if tokenizer is None else data_file(tokenizer, directory=directory)
 
     def __len__(self) -> int:
-        """Return the number of characters, because the number of tokens is unknown before `prepare`."""
+        """Return the number of characters, because the number of blocks is unknown before `prepare`."""
         return len(self.text)
 
     def divide(self, sizes: Mapping[Stage, int | float]) -> dict[Stage, Self]:
-        """Return contiguous splits in the order of the text. The splits share no characters.
+        """Return consecutive parts of the text as splits, by name. The splits do not overlap.
 
         Args:
-            sizes: The fraction of the characters for each split.
+            sizes: The size of each split: a fraction of the characters.
 
         Raises:
-            ConfigError: A size is a number of samples, which is unknown before the tokenizer is trained.
+            ConfigError: A size is a number of blocks. Blocks cannot be counted before the tokenizer is trained.
         """
         for name, size in sizes.items():
             if isinstance(size, int):
@@ -82,14 +85,22 @@ class Tokens(Dataset[object]):
         return parts
 
     def fit(self) -> Fitted:
-        """Return the tokenizer of the file. If there is no file, train the tokenizer on this split."""
+        """Return the statistics of this split: the tokenizer as JSON text.
+
+        The tokenizer is read from the file in the option `tokenizer`. If the option is not set, a tokenizer is trained
+        on the text of this split.
+        """
         found = _train(self.text, self.vocabulary_size) if self.file is None else read_tokenizer(self.file)
         return {FITTED: found.to_str()}
 
     def prepare(self, fitted: Fitted) -> TextBlocks:
-        """Return the blocks of the text, encoded by the tokenizer.
+        """Return a data set of the blocks of the encoded text.
 
-        Raise ConfigError if the text is shorter than a block.
+        Args:
+            fitted: The statistics of the training split.
+
+        Raises:
+            ConfigError: The text is shorter than a block.
         """
         vocabulary = TokenVocabulary(json=fitted_entry(fitted, FITTED, part=self))
         tokens = vocabulary.encode(self.text)
@@ -97,10 +108,10 @@ class Tokens(Dataset[object]):
 
 
 class TokenVocabulary:
-    """Decoder of a tokenizer's tokens.
+    """Vocabulary of a tokenizer, which encodes text as tokens and decodes tokens.
 
     Args:
-        json: The content of the tokenizer's file.
+        json: The content of the tokenizer.json file.
     """
 
     unit = "tokens"
@@ -120,8 +131,9 @@ class TokenVocabulary:
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> Tensor:
-        """Return the numbers of the tokens, int32 `[T]`."""
-        # Lines are encoded separately, because encoding a whole book needs much memory. No token spans two lines.
+        """Return the numbers of the tokens of a text, int32 `[N]`."""
+        # Lines are encoded separately, because the encoding of a whole book needs much memory. The result is the same,
+        # because no token contains parts of two lines.
         lines = self._tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
         numbers = [number for line in lines for number in line.ids]
         return torch.tensor(numbers, dtype=torch.int32)
@@ -148,6 +160,6 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises plain exceptions
+    except Exception as error:  # The package tokenizers raises errors of the class Exception.
         expected = "a tokenizer.json of the package tokenizers"
         raise file_error(file, error, expected, key="dataset.tokenizer") from error

@@ -246,7 +246,7 @@ def _add_key(error: ErrorDetails, key: str) -> ErrorDetails:
 
 @secrets_kept()
 def plain_config(config: DictConfig) -> dict[str, Any]:
-    """Return a config as plain dicts and lists. Interpolations are resolved, except those of secrets."""
+    """Return a config as plain dicts and lists. Interpolations are resolved, except interpolations of secrets."""
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
@@ -399,7 +399,7 @@ def build_freezing(network: nn.Module, settings: Settings) -> Freezing:
 
 
 def build_starting_network(settings: Settings, spec: DataSpec) -> nn.Module:
-    """Build the model with the weights with which training starts.
+    """Build the model with its initial weights.
 
     If `weights.from` is set, the weights are loaded from this file. Otherwise they are initialized from the run's seed.
 

@@ -98,7 +98,7 @@ def unknown_word(
         key: Dotted config key.
         word: Word as typed.
         known: Allowed words.
-        got: Description of the problem. Default: the word.
+        got: Description of the problem. Default: None, the word as typed.
         fix: Sentence that states the fix. Default: a proposal of the most similar allowed word.
         source: File and line that set the value, or the command line. Default: None, unknown.
     """
@@ -287,12 +287,12 @@ def config_error(
     fix: str | None = None,
     source: str | None = None,
 ) -> ConfigError:
-    """Return a ConfigError with a single error. The arguments are those of ErrorDetails."""
+    """Return a ConfigError with a single error. The arguments have the same meaning as in ErrorDetails."""
     return ConfigError([ErrorDetails(key, got, expected, fix, source=source)])
 
 
 def command_line_error(key: str, got: str, expected: str, fix: str | None = None) -> ErrorDetails:
-    """Return an error about the command line. The arguments are those of ErrorDetails."""
+    """Return an error about the command line. The arguments have the same meaning as in ErrorDetails."""
     return ErrorDetails(key, got, expected, fix, source=COMMAND_LINE)
 
 

@@ -81,8 +81,8 @@ class NotWritten(logging.Handler):
 class SafeStream:
     """Wrapper of a text stream that ignores failed writes. After the first failed write, all output is discarded.
 
-    Writes fail if a pipe is closed (`| head -1`), the disk is full, the terminal is closed, or the stream was closed
-    before the process started.
+    Writes fail if a pipe is closed (`| head -1`), the disk is full, or the terminal is closed. They also fail if the
+    parent process has closed the stream.
 
     Args:
         stream: Stream to write to.

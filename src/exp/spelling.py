@@ -1,8 +1,8 @@
 """Propose words for mistyped words and for words of other frameworks, and shorten values and lists for messages.
 
-habits.yaml translates keys, values and flags of Hydra, Lightning and lightning-hydra-template to those of exp. The
-functions `fix_of_...` return a fix for an error message, such as `Write precision=bf16`. A test runs the text after
-`Write`.
+habits.yaml contains keys, values and flags of Hydra, Lightning and lightning-hydra-template, with their names in exp.
+The functions `fix_of_...` return a fix for an error message, such as `Write precision=bf16`. A test runs the command
+after `Write`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _parts(name: str) -> set[str]:
 
 @functools.cache
 def habits() -> dict[str, Any]:
-    """Return the tables of habits.yaml, which map keys, values and flags of other frameworks to those of exp."""
+    """Return the tables of habits.yaml. They map keys, values and flags of other frameworks to their names in exp."""
     import yaml  # imported late, because every command imports this module, and few commands need YAML here
 
     with Path(__file__).with_name("habits.yaml").open(encoding="utf-8") as file:

@@ -87,7 +87,7 @@ def resume_run(directory: Path, found: Found | None = None) -> Report:
 def fit_job(config: DictConfig) -> Report:
     """Run a job of a sweep. If the run directory contains a checkpoint, resume the job from it.
 
-    Results and errors are those of `fit`.
+    The function returns the same report and raises the same errors as `fit`.
     """
     directory = Path(config[COMPOSITION].directory)
     if (directory / "config.yaml").is_file():

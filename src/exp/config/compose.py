@@ -208,7 +208,7 @@ def job_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def kept_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that apply to a single job: all except those of Hydra's settings and of the node `sweep`."""
+    """Return the overrides that apply to a single job. Overrides of Hydra's settings and of `sweep` are left out."""
     return [text for text in overrides if not text.lstrip("+~").startswith(NOT_OF_A_JOB)]
 
 

@@ -102,9 +102,10 @@ def merge_overrides(run: Path, now: Sequence[str], *, without: Sequence[str] = (
 
 
 def _with_class(override: str) -> str:
-    """Return an override converted to this version of exp, if it selected a class by a key that no longer exists.
+    """Return an override converted to this version of exp.
 
-    The result sets `_target_` to the class. Any other override is returned unchanged.
+    In earlier versions, overrides such as `strategy.communication_hook=ring` selected a class. They are converted to an
+    override of `_target_`. Any other override is returned unchanged.
     """
     key, value = _key_and_value(override)
     if (key, value) not in CHOSEN_CLASSES:
@@ -123,7 +124,7 @@ def _without_hooks(override: str, removed: Sequence[str]) -> str:
 
     Args:
         override: Override as typed.
-        removed: Dotted keys that no longer exist, such as "hooks.landscape".
+        removed: Dotted keys that do not exist in this version, such as "hooks.landscape".
     """
     group, _, options = override.partition("=")
     names = options.strip("[]").split(",")
@@ -146,8 +147,8 @@ def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]
     """Return the values of an existing run that differ because YAML files or defaults of exp have changed since the
     run.
 
-    The run's frozen config is compared with the config that the run's overrides compose today. Two kinds of value are
-    left out: values that exp determined in the run, such as a shape of the data, and values that the command changes.
+    The run's frozen config is compared with the config that the run's overrides compose today. Values that exp
+    determined in the run, such as a shape of the data, are left out. Values that the command changes are left out, too.
 
     Args:
         run: Directory of the existing run.

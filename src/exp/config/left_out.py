@@ -1,9 +1,9 @@
 """Removal of the config nodes that a run of a user's LightningModule (key `module`) does not use.
 
 The LightningModule has its own network, losses, metrics and optimizers. exp's default nodes for these parts are removed
-from the composed config. If the user chose such a node, `module_errors` reports an error. If another node refers to a
-node, as in `net: ${model}`, the referenced node is kept. A LightningDataModule has its own data loaders, so exp's
-default keys of `data` are removed.
+from the composed config. If the user chose one of these nodes, `module_errors` reports an error. If another node refers
+to one of them, as in `net: ${model}`, the referenced node is kept. A LightningDataModule has its own data loaders, so
+exp's default keys of `data` are removed.
 """
 
 from __future__ import annotations

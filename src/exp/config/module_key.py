@@ -1,6 +1,6 @@
-"""Checks for the key `module`, with which a config trains a LightningModule of the user.
+"""Checks for the key `module`. If it is set, the run trains a LightningModule of the user.
 
-Such a run does not use keys such as `model`, `objective` and `optimizer`.
+The run then does not use keys such as `model`, `objective` and `optimizer`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def has_module(plain: Mapping[str, object]) -> bool:
 def module_errors(values: Values) -> Iterator[ErrorDetails]:
     """Yield the errors of a config that trains a user's LightningModule.
 
-    Keys that the user set although the run ignores them, such as `model`, are errors. Other errors are values that such
-    a run does not support.
+    It is an error if the user sets a key that the run ignores, such as `model`. Values that are not supported for a
+    LightningModule are errors, too.
     """
     other = f"module, {values[f'{MODULE_KEY}._target_']}"
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]

@@ -383,8 +383,8 @@ def _unknown_top(line: Line, top: str, vocabulary: Vocabulary) -> ErrorDetails:
 def apply_values(config: DictConfig, lines: Sequence[Line], vocabulary: Vocabulary) -> list[tuple[Line, ErrorDetails]]:
     """Apply the overrides of values to the config that Hydra composed from the chosen options.
 
-    Swept values are not applied, because they are applied and checked in each job. If the options of a group are swept,
-    errors are not reported, because the option in a job may have a key that this config does not have.
+    Swept values are not applied here, because each job applies and checks its own value. If the options of a group are
+    swept, errors are not reported. A key that does not exist in this config may exist in the config of a job.
 
     Args:
         config: Composed config, which is changed in place.
@@ -452,7 +452,7 @@ def _habit_error(line: Line, fix: str) -> ErrorDetails:
 
     Args:
         line: Override with the key.
-        fix: Sentence with the equivalent override of exp, or the reason why exp does not have such a key.
+        fix: Sentence with the equivalent override of exp, or the reason why exp has no equivalent.
     """
     got = "this key has another name in exp" if fix.startswith("Write") else "there is no such key in exp"
     return _error(line.key, got, "a key of exp", fix)

@@ -34,7 +34,7 @@ def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
     Args:
         value: Root of the tree. The root itself is not yielded.
-        key: Dotted key of the root, with which each yielded key begins. Default: "".
+        key: Dotted key of the root. Each yielded key begins with it. Default: "".
     """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in items:
@@ -73,7 +73,7 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
     Args:
         before: Plain tree.
         after: Plain tree to compare with `before`.
-        path: Path of both trees, with which each returned path begins. Default: ().
+        path: Path of the roots of both trees. Each returned path begins with it. Default: ().
 
     Returns:
         New values by path. None if the two trees differ in more than values, because a mapping has other keys.

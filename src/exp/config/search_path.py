@@ -1,4 +1,4 @@
-"""Directories in which config files are searched: the user's ./conf, exp's own directory, and those of plug-ins.
+"""Directories in which config files are searched: the user's ./conf, exp's directory, and directories of plug-ins.
 
 The directory of a plug-in is found without importing code of the plug-in.
 """
@@ -63,7 +63,7 @@ def search_places(*, config_dir: str | None = None) -> list[Place]:
 def own_groups(places: Sequence[Place]) -> list[str]:
     """Return the names of config groups that only users and plug-ins have.
 
-    They are the folders with YAML files whose names do not exist in exp's own directory of configs.
+    A config group is a folder with YAML files. Folders that also exist in exp's own directory of configs are left out.
     """
     folders = [path for place in places if place.directory != OWN_CONF for path in _folders(place.directory)]
     own = {path.name for path in OWN_CONF.iterdir()}

@@ -224,7 +224,7 @@ def nodes_in(plain: object, key: str = "") -> Iterator[tuple[str, dict[str, Any]
 
     Args:
         plain: Nested dicts and lists.
-        key: Dotted key of `plain`, with which each yielded key begins. Default: "".
+        key: Dotted key of `plain`. Each yielded key begins with it. Default: "".
     """
     for path, value in ((key, plain), *leaves(plain, key)):
         if is_node(value):

@@ -223,7 +223,7 @@ def _listed_home(dotted: str, *, allow: Sequence[str]) -> str | None:
 def _attribute(dotted: str, *, home: str) -> Any:
     """Import the module in a dotted name. Return the attribute with the last part of the name.
 
-    The name may also be that of a class method, such as `mine.Model.from_file`. The method is then returned.
+    The dotted name may also name a class method, such as `mine.Model.from_file`. The method is then returned.
 
     Args:
         dotted: Dotted name.
@@ -386,8 +386,8 @@ def _import_error(dotted: str, module_name: str, error: BaseException) -> Target
 def closed_packages() -> set[str]:
     """Return the top-level packages of LISTED.
 
-    Only the listed parts of these packages are allowed. A module of the user with the name of such a package is not
-    allowed.
+    Only the listed parts of these packages are allowed. If a module of the user has the same name as one of these
+    packages, the module is not allowed.
     """
     return {name.split(".")[0] for name in LISTED}
 

@@ -171,7 +171,8 @@ REMOVED_PARAMETERS: Mapping[str, Mapping[str, Removed]] = {
 def with_present_keys(content: Mapping[str, object]) -> Plain:
     """Return a config of an earlier version of exp, converted to this version.
 
-    Names of classes and values are updated. Keys and hooks that no longer exist are left out. Missing keys are added.
+    Names of classes and values are updated. Keys and hooks that were removed from exp are left out. Missing keys are
+    added.
 
     Args:
         content: Plain values of the config.

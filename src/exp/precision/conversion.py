@@ -117,9 +117,9 @@ class Ends:
     If the output of a kept layer is also an output of the network, the network returns the exact tensor instead of the
     rounded tensor. The loss therefore receives exact values.
 
-    The first call of each forward program, in training and in evaluation mode, stores the outputs of all kept layers
-    and detects those that are outputs of the network. Later calls store only the detected outputs. If a strategy runs
-    layers without calling the network, no output is stored.
+    The first call of a forward program stores the outputs of all kept layers. It also detects which of these outputs
+    are outputs of the network. Later calls store only the detected outputs. Training and evaluation mode have separate
+    first calls. If a strategy runs layers without calling the network, no output is stored.
     """
 
     def __init__(self) -> None:

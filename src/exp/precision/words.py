@@ -48,12 +48,12 @@ class Word:
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of matrix products."""
+        """Dtype of matrix products."""
         return self.autocast or self.parameters or torch.float32
 
     @property
     def half_parameters(self) -> bool:
-        """Whether parameters, gradients and optimizer state have 16 bits."""
+        """True if parameters, gradients and optimizer state have 16 bits."""
         return self.parameters in HALF
 
     @property

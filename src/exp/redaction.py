@@ -13,8 +13,7 @@ from collections.abc import Iterator
 WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL")
 INTERPOLATION = re.compile(r"\$\{oc\.env:([^${},:]+)\}")
 # Minimum lengths of a secret value that `redact` and `mask_secrets` replace in texts. Shorter values would match
-# ordinary
-# words.
+# ordinary words.
 MIN_REDACTED = 4
 MIN_EXPOSED = 8
 

@@ -500,8 +500,7 @@ def draw_pictures(report: Report) -> bool:
 
 
 def as_markdown(report: Report) -> str:
-    """Return a report as Markdown text with results, overrides, pictures, other facts and the last value of each
-    tag."""
+    """Return a report as Markdown text: results, overrides, pictures, other facts and the last value of each tag."""
     directory = Path(report.directory)
     facts = _facts(report)
     lines = [f"# {report.status}: {facts.pop('best', directory.name)}"]

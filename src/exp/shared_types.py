@@ -23,8 +23,7 @@ Mode = Literal["min", "max"]
 Sampler = Literal["auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc"]
 Pruner = Literal["none", "median", "asha", "hyperband"]
 # Tag of the training loss averaged over the samples of an epoch. With `monitor: loss/train`, checkpoints are compared
-# by
-# this tag, because the values of the tag `loss/train` are losses of single steps.
+# by this tag, because the values of the tag `loss/train` are losses of single steps.
 EPOCH_LOSS = "loss/train_epoch"
 # Tags of the best value of the monitored metric, and of the optimizer step at which it was measured.
 BEST_VALUE, BEST_STEP = "monitor/best", "monitor/best_step"

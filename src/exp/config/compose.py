@@ -137,7 +137,7 @@ def expand_run(
 
 @secrets_kept()
 def job_config(composition: Composition, *, job: int | None = None, sweep: str | None = None) -> DictConfig:
-    """Return the config of a run, or of a job of a sweep. It does not have the node `hydra`.
+    """Return the config of a run, or of a job of a sweep, without the node `hydra`.
 
     Args:
         composition: Composition of the run or job.
@@ -202,7 +202,7 @@ def own_groups_chosen(composition: Composition) -> list[str]:
 def job_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that apply to a single job, with `${` escaped.
 
-    Otherwise OmegaConf would resolve interpolations in the overrides when it reads the node COMPOSITION.
+    Without the escape, OmegaConf would resolve interpolations in the overrides when the node COMPOSITION is read.
     """
     return list(map(literal, kept_overrides(overrides)))
 
@@ -222,10 +222,10 @@ def _after_errors(
 
 
 def _other_errors(found: Sequence[ErrorDetails], *, known: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors of a config that errors of overrides cannot have caused.
+    """Return the errors of a config, without errors that wrong overrides may have caused.
 
-    Errors at the key of a wrong override are left out. If the override of a group is wrong, errors at all keys of the
-    group are left out.
+    An error is left out if an override of the same key is wrong. It is also left out if the override of the key's group
+    is wrong.
 
     Args:
         found: Errors of the config.

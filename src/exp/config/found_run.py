@@ -1,8 +1,7 @@
 """The override `from_run=DIR`, which starts a new run with the config of an existing run.
 
 The new run has the overrides of the existing run. If the command has an override of the same key, the command's
-override
-is used. If a YAML file or a default of exp has changed since the existing run, the new run uses the old value.
+override is used. If a YAML file or a default of exp has changed since the existing run, the new run uses the old value.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ def _is_below(key: str, others: Sequence[str]) -> bool:
 
 
 def changes(run: Path, own: DictConfig, combined: DictConfig, now: Sequence[str]) -> dict[str, object]:
-    """Return the values of an existing run that differ because YAML files or defaults of exp have changed since the
-    run.
+    """Return the values of an existing run that have changed since then in YAML files or in exp's defaults.
 
     The run's frozen config is compared with the config that the run's overrides compose today. Values that exp
     determined in the run, such as a shape of the data, are left out. Values that the command changes are left out, too.

@@ -79,8 +79,7 @@ REFUSED_CHOICES = {
     ),
 }  # fmt: skip
 # Cache of config files that were converted to configs, because the conversion takes a third of the time of a
-# composition.
-# The values are pickled configs, because a composition changes the configs.
+# composition. The values are pickled configs, because a composition changes the configs.
 _loaded: dict[tuple[object, ...], bytes] = {}
 
 
@@ -278,7 +277,7 @@ def _layer(places: Sequence[Place], config_path: str, package: str) -> Layer:
 
 
 def _lead_references(config: DictConfig, layer: Layer) -> None:
-    """Change the interpolations in an option that is merged at another key than its group, as `model@vars.teacher=mlp`.
+    """Change the interpolations in an option that is merged at another key, as in `model@vars.teacher=mlp`.
 
     In this example, `${model.width}` in the option becomes `${vars.teacher.width}`. Otherwise the option would refer to
     a value of the node `model`.

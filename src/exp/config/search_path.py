@@ -93,8 +93,7 @@ def is_users_conf(directory: Path) -> bool:
     """Return whether a directory contains configs of a user for exp.
 
     The directory must contain a folder or file with a name that also exists in exp's own directory of configs. exp's
-    own
-    directory does not count.
+    own directory does not count.
     """
     if not directory.is_dir() or directory.resolve() == OWN_CONF.resolve():
         return False
@@ -103,10 +102,9 @@ def is_users_conf(directory: Path) -> bool:
 
 
 def make_importable() -> None:
-    """Add the working directory to sys.path if it contains a ./conf for exp, so that the user's modules can be
-    imported.
+    """Add the working directory to sys.path, so that the user's modules can be imported.
 
-    The directory is added at the end, so that a module in the directory does not hide an installed package.
+    The directory is added only if it contains a ./conf for exp. It is added at the end, so that a module in the directory does not hide an installed package.
     """
     here = str(Path.cwd())
     if users_conf() is not None and here not in sys.path and "" not in sys.path:

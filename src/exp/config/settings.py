@@ -53,10 +53,9 @@ MOST_NUMBERS = 10**12
 
 
 def _are_inputs(inputs: dict[str, dict[str, Any]]) -> bool:
-    """Return whether the value of `data.inputs` is valid: each input has a shape and a dtype, and none is named
-    `target`.
+    """Return whether the value of `data.inputs` is valid: each input has a shape and a dtype.
 
-    The name `target` is reserved for the targets.
+    An input must not have the name `target`, because this name is reserved for the targets.
     """
     sizes = [size for one in inputs.values() if isinstance(one.get("shape"), list) for size in one["shape"]]
     return (
@@ -280,8 +279,7 @@ class Settings:
     If a key is a Python keyword, the field ends with `_`: `from_` is the field of the key `from`.
 
     The fields from `model` to `logger` are plain mappings, because the keys in these nodes depend on the classes in
-    their
-    `_target_`. If a value is missing or could not be read, the field is UNKNOWN. Values of a wrong type are not
+    their `_target_`. If a value is missing or could not be read, the field is UNKNOWN. Values of a wrong type are not
     converted. If `module` is set, `model`, `optimizer` and `scheduler` are None.
     """
 
@@ -360,8 +358,7 @@ def _schema(kind: Any) -> dict[str, Any]:
 SCHEMA = {key: rule for key, rule in _schema(Settings).items() if key not in (*NODES, *COLLECTIONS, PHASES)}
 
 # Annotations of settings in nodes with a `_target_`, by dotted key. `*` matches one name. A setting is checked only if
-# it
-# is set. Other keys of these nodes are parameters of the class.
+# it is set. Other keys of these nodes are parameters of the class.
 VALUES: dict[str, Any] = {
     "data.batch_size": Count,
     "data.num_workers": Workers,

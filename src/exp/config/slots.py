@@ -128,8 +128,7 @@ AXIS = ("experiment", "debug", "precision", "local", "module")
 # Nodes that may have a class of the user. Only after the composition is it known which keys such a node has.
 OF_CLASSES = (*ONE, *MANY, "module")
 # The value of a key in NODES is a node with a `_target_`. The value of a key in COLLECTIONS is a mapping of names to
-# such
-# nodes.
+# such nodes.
 NODES = ("model", "data", "optimizer", "scheduler", "trainer", "strategy")
 COLLECTIONS = ("objective", "metrics", "hooks", "callbacks", "logger")
 # Group in which an entry has no `_target_`. An entry is a mapping with keys of exp, and some of its values are nodes.
@@ -149,13 +148,13 @@ def slot_of(key: str) -> Slot:
 
 
 def returned_classes(key: str) -> tuple[str, ...]:
-    """Return the classes of which a function may return an instance, if the function is the `_target_` at a key.
+    """Return the allowed classes of an object that a function builds, if the `_target_` at a key is a function.
 
     Args:
         key: Dotted key of the node.
 
     Returns:
-        Dotted names of classes. Empty: no function is allowed at this key.
+        Dotted names of classes. Empty: a function is not allowed at this key.
     """
     parts = key.split(".")
     if parts[0] == "model" or (parts[0] == "module" and parts[1:]) or slot_of(key).bases == (MODULE,):
@@ -169,7 +168,7 @@ def returned_classes(key: str) -> tuple[str, ...]:
 def trains_itself(kind: type) -> bool:
     """Return whether a class is a LightningModule of the package `lightning` or `pytorch_lightning`.
 
-    The names of base classes are compared, because the classes themselves would require an import of Lightning.
+    The names of base classes are compared. A comparison of the classes would require an import of Lightning.
     """
     return any(f"{base.__module__}.{base.__qualname__}" in LIGHTNING_MODULES for base in kind.__mro__)
 
@@ -205,8 +204,7 @@ def is_layer(parts: list[str]) -> bool:
     """Return whether a config key below `model` is the key of a layer.
 
     The key of a layer ends with `layers.NAME`. Within a repeat, it ends with `layers.NAME.layer`. Within a list, it
-    ends
-    with `layers.NAME.0`.
+    ends with `layers.NAME.0`.
 
     Args:
         parts: Names in the dotted key.

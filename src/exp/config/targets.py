@@ -1,8 +1,7 @@
 """Return the class or the function that a `_target_` (a dotted name) names, if these rules allow it.
 
 1. The name is compared with the allowed packages before any import.
-2. Only the module in the name is imported. One attribute is read from the module's namespace. If the module defines
-   `__getattr__`, to import its parts on access, the attribute is read by getattr.
+2. Only the module in the name is imported, and only one attribute of the module is read.
 3. The attribute must be a class that is defined under this name, or one of a short list of torch functions. In a listed
    package, it may also be a public alias of a class of that package.
 4. The class must be a subclass of the base that the key requires: a Module for a layer, an Optimizer for the optimizer.
@@ -10,7 +9,7 @@
    set, because exp checks the result. The package of the function must be allowed by the command line, by an entry
    point or by the user's ./conf. Functions of torch and Lightning must be listed by name.
 
-These rules refuse names that an allowed module happens to import, such as `logging.os.system`.
+These rules refuse names that an allowed module has only imported from elsewhere, such as `logging.os.system`.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def resolve(
         dotted: Dotted name of the class or function.
         base: Dotted names of classes. The class must be a subclass of at least one of them. Default: None, any allowed
             class.
-        returns: Dotted names of the classes of which a function may return an instance. Only the function's return
+        returns: Dotted names of the classes that the result of a function may have. Only the function's return
             annotation is checked. The caller must check the result of each call. Default: (), only functions in
             FUNCTIONS are allowed.
         allow: Packages that the command line allows by `security.allow`.

@@ -96,8 +96,7 @@ def takes_new_key(holder: str, node: object, name: str) -> bool:
 
     A node with a `_target_` accepts new keys, because they may be parameters of the class. An entry of `phases` accepts
     new keys, too. Two kinds of key are not accepted: likely typing errors of an existing key, and, for a class of exp
-    or
-    torch, keys of another framework.
+    or torch, keys of another framework.
 
     Args:
         holder: Dotted key of the node.

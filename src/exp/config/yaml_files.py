@@ -37,8 +37,7 @@ class Position:
 
     A quoted text begins after the quote. A block text (`forward: |`) begins on the line after the `|`, without the
     indentation. Therefore, line n of a block text is line `line + n - 1` of the file, and column n of the text is
-    column
-    `column + n - 1` of the file.
+    column `column + n - 1` of the file.
 
     Args:
         file: Path of the file, as messages show it.
@@ -290,8 +289,7 @@ def yaml_text(plain: object) -> str:
     """Return plain values as YAML text, in the format of OmegaConf.to_yaml.
 
     Only the line breaks of long quoted texts differ. OmegaConf.to_yaml is not used, because it first converts the
-    values
-    to a config, which takes 12 ms for a whole config.
+    values to a config, which takes 12 ms for a whole config.
     """
     text: str = yaml.dump(plain, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text

@@ -66,8 +66,10 @@ class RunLogger(Logger):
 
     @abstractmethod
     def describe(self, description: Description) -> None:
-        """Log the description of the run. A run and each resume of the run call this method once, before the first
-        step."""
+        """Log the description of the run.
+
+        The method is called once before the first step, in a new run and in each resume of the run.
+        """
 
     @abstractmethod
     def log_panels(self, panels: Mapping[str, Panel], step: int) -> None:

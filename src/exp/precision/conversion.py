@@ -112,7 +112,7 @@ def attach_edges(
 
 
 class Ends:
-    """Storage for the outputs of kept layers (precision.keep) before these are rounded to half precision.
+    """Storage for the outputs of kept layers (precision.keep), before the outputs are rounded to half precision.
 
     If the output of a kept layer is also an output of the network, the network returns the exact tensor instead of the
     rounded tensor. The loss therefore receives exact values.

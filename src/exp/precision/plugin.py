@@ -109,8 +109,7 @@ class RunPrecision(Precision):
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> None:
-        """Compute the loss scale of the next step. Call this method once per step, after the steps of all
-        optimizers."""
+        """Compute the loss scale of the next step. Call this method after the steps of all optimizers."""
         self.scaler.update()
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
@@ -198,9 +197,12 @@ class RunPrecision(Precision):
     def convert_input(self, data: Nested) -> Nested:
         """Return a batch with floating-point tensors converted as Lightning requires before a step.
 
-        The batch, with its targets, is converted in two cases. If the precision is fp64, it becomes float64. If the
-        LightningModule itself is the network, it gets the dtype of the parameters. In all other cases, the batch is
-        returned unchanged, because hooks of the network convert the inputs.
+        The batch, with its targets, is converted in two cases:
+
+        - If the precision is fp64, the batch becomes float64.
+        - If the LightningModule itself is the network, the batch gets the dtype of the parameters.
+
+        In all other cases, the batch is returned unchanged, because hooks of the network convert the inputs.
         """
         if self.is_whole and self.word.parameters is not None:
             return cast(data, self.word.parameters)

@@ -58,14 +58,12 @@ class Word:
 
     @property
     def double(self) -> bool:
-        """Whether the precision is fp64. The network, the batch with its targets, the loss and the metrics are
-        float64."""
+        """True for fp64: the network, the batch with its targets, the loss and the metrics are float64."""
         return self.parameters is torch.float64
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether the loss must be scaled. This is true for float16 autocast, because small gradients would become
-        0."""
+        """True for float16 autocast: the loss must be scaled, because small gradients would otherwise become 0."""
         return self.autocast is torch.float16
 
     def scaler_errors(self, scaler: Mapping[str, object]) -> Iterator[ErrorDetails]:

@@ -75,8 +75,7 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Experiment:
-        """SummaryWriter that writes to the logger's event file. Callbacks and modules use it, for example for
-        figures."""
+        """SummaryWriter that writes to the logger's event file. Callbacks and modules may add figures with it."""
         if self._writer is None:
             self._writer = Experiment(self)
         return self._writer
@@ -121,8 +120,10 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 
     @rank_zero_only
     def describe(self, description: Description) -> None:
-        """Write the run's row of the HParams tab. The first process of the run also writes the texts of the
-        description."""
+        """Write the run's row of the HParams tab, and the texts of the description.
+
+        A resumed run does not write the texts again.
+        """
         self.log_hyperparams(dict(description.hyperparameters), metrics=description.metrics)
         if not self._is_continued:
             texts = [text_value(name, text) for name, text in description.texts.items()]

@@ -63,12 +63,13 @@ class Report:
         epochs: Epochs of the whole run.
         wall_seconds: Duration of the run in seconds, without imports and the check.
         step_ms: Wall time of training and validation in ms, divided by the optimizer steps. None: no steps.
-        peak_memory_mib: Peak memory in MiB: memory of the device on a GPU, otherwise resident memory of this rank.
+        peak_memory_mib: Peak memory of rank 0 in MiB. On a GPU, it is the memory of the device, otherwise the resident
+            memory of the process. None: not measured.
         world_size: Number of ranks.
         precision: Value of `precision.word`, such as "bf16".
         strategy: Name of the strategy, such as "ddp".
-        monitor: Tag of the monitored metric.
-        command: Command that started the run.
+        monitor: Tag of the monitored metric. None: no metric is monitored.
+        command: Shell command that started the run.
         tags: Value of the config key `tags`. Users search runs by these tags.
         versions: Versions of Python and of packages, by name.
         parent: For a fork, a dict with the keys `run`, `step`, `checkpoint` and `changed` about the parent run. None:
@@ -370,8 +371,9 @@ def write_bad_end(
 def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> BaseException:
     """Return an error with a clear message for an exception that ended a run.
 
-    Three kinds of exception are replaced: exceptions in the user's code, errors of the operating system, and
-    out-of-memory errors. Other exceptions are returned unchanged.
+    Four kinds of exception are replaced: interruptions by Ctrl-C, exceptions in the user's code, errors of the
+    operating
+    system, and out-of-memory errors. Other exceptions are returned unchanged.
 
     Args:
         error: Exception that ended the run.

@@ -128,8 +128,8 @@ class DataSpec:
         input_dtype: Dtype of a single input, without `torch.`.
         num_classes: Number of classes, or size of the vocabulary of a text. None: a regression.
         num_outputs: Number of values that the model must return per sample or token. It is the number of classes, or
-            the number of values in a regression target. None: samples have several targets, and each term of the
-            objective declares its number.
+            the number of values in a regression target. None: samples have several targets. Each term of the objective
+            then declares the number of values for its target.
     """
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Parse the overrides of a command line, and report the errors of all overrides before Hydra composes the config.
 
-This is done before, because Hydra would report only the first error.
+The errors are collected before the composition, because Hydra would report only the first error.
 """
 
 from __future__ import annotations

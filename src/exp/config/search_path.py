@@ -104,7 +104,8 @@ def is_users_conf(directory: Path) -> bool:
 def make_importable() -> None:
     """Add the working directory to sys.path, so that the user's modules can be imported.
 
-    The directory is added only if it contains a ./conf for exp. It is added at the end, so that a module in the directory does not hide an installed package.
+    The directory is added only if it contains a ./conf for exp. It becomes the last entry of sys.path, so that a module
+    in the directory does not hide an installed package.
     """
     here = str(Path.cwd())
     if users_conf() is not None and here not in sys.path and "" not in sys.path:

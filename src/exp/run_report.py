@@ -372,8 +372,7 @@ def explain(error: BaseException, ongoing: Ongoing, *, parts: Parts | None) -> B
     """Return an error with a clear message for an exception that ended a run.
 
     Four kinds of exception are replaced: interruptions by Ctrl-C, exceptions in the user's code, errors of the
-    operating
-    system, and out-of-memory errors. Other exceptions are returned unchanged.
+    operating system, and out-of-memory errors. Other exceptions are returned unchanged.
 
     Args:
         error: Exception that ended the run.

@@ -110,7 +110,7 @@ def take_directory(config: DictConfig, directory: Path) -> None:
 def clear(directory: Path) -> None:
     """Remove all files of a run directory except output.log.
 
-    This is for a run that was killed before its first checkpoint and starts again in the same directory.
+    A run that was killed before its first checkpoint can then start again in the same directory.
     """
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():

@@ -75,10 +75,9 @@ class Vocabulary:
         """Return the kind of a config group, which decides about the meaning of `=` and `+` in an override.
 
         Returns:
-            "one", "many" or "axis": These kinds are explained at the constants ONE, MANY and AXIS in exp.config.slots.
-            Groups that only the user's train.yaml declares are "one".
-            "own": Folder of the user that no train.yaml declares. As in Hydra, an override chooses its options with
-            `+`.
+            "one", "many" or "axis", which are explained at the constants ONE, MANY and AXIS in exp.config.slots. If
+            only the user's train.yaml declares the group, the kind is "one". If the group is a folder of the user that
+            no train.yaml declares, the kind is "own". As in Hydra, an override chooses an option of this kind with `+`.
         """
         if group in MANY:
             return "many"

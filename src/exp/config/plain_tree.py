@@ -76,7 +76,7 @@ def changes(before: object, after: object, path: KeyPath = ()) -> dict[KeyPath, 
         path: Path of the roots of both trees. Each returned path begins with it. Default: ().
 
     Returns:
-        New values by path. None if the two trees differ in more than values, because a mapping has other keys.
+        Values of `after` by path. None if a mapping has different keys in the two trees.
     """
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():

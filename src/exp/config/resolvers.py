@@ -34,7 +34,7 @@ class _Calls:
 
     Args:
         allow: Packages that the command line allows.
-        values: Results by a pair: dotted name of the function, and `repr` of its arguments.
+        values: Results of calls. A key is a pair: dotted name of the function, and `repr` of its arguments.
     """
 
     def __init__(self, allow: Sequence[str], values: dict[tuple[str, str], object]) -> None:
@@ -88,7 +88,7 @@ def resolver_errors(plain: Mapping[str, object], *, allow: Sequence[str]) -> Ite
 
 
 def _declared_functions(config: DictConfig) -> dict[str, str]:
-    """Return the dotted names of the functions in the node `resolvers`, by resolver. Invalid entries are left out."""
+    """Return the dotted names of functions in the node `resolvers`, by resolver name. Invalid entries are left out."""
     node = held_node(config, NODE)
     return {
         name: dotted
@@ -98,7 +98,11 @@ def _declared_functions(config: DictConfig) -> dict[str, str]:
 
 
 def _make_resolver(name: str) -> Callable[..., object]:
-    """Return a resolver for OmegaConf that calls the function which the resolved config declares under a name."""
+    """Return a resolver for OmegaConf. It calls the function that the config declares for this resolver.
+
+    Args:
+        name: Name of the resolver.
+    """
 
     def call_function(*arguments: object, _root_: DictConfig) -> object:
         declared, kept = _declared_functions(_root_), OmegaConf.get_cache(_root_)

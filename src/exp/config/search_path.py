@@ -126,8 +126,7 @@ def plugin_places() -> list[Place]:
     """Return the directories of configs of installed plug-ins, sorted by the name of the plug-in.
 
     A plug-in has an `exp.conf` entry point that names a package. The configs are in the directory `conf` of the
-    package.
-    If this directory does not exist, the configs are in the directory of the package.
+    package. If this directory does not exist, the configs are in the directory of the package.
     """
     places = []
     for point in conf_points():

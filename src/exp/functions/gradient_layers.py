@@ -14,8 +14,8 @@ class GradientReversal(nn.Module):
     """Layer that reverses the gradient, so that the layers before it maximize the loss of the layers after it.
 
     Args:
-        weight: The gradient is multiplied by -weight. 0 or more, default 1. It is lambda in Ganin and Lempitsky 2015,
-            arXiv:1409.7495.
+        weight: Factor of the reversed gradient, 0 or more: the gradient is multiplied by -weight. Default 1. The weight
+            is lambda in Ganin and Lempitsky 2015, arXiv:1409.7495.
     """
 
     def __init__(self, *, weight: Annotated[float, Ge(0)] = 1.0) -> None:

@@ -69,7 +69,7 @@ class CopyWithNumber(torch.autograd.Function):
 class ScaleGradient(CopyWithNumber):
     """Function that returns a copy of x, and multiplies the gradient by a factor in the backward.
 
-    It supports double backward, torch.func and torch.compile.
+    The Function supports double backward, torch.func and torch.compile.
     """
 
     @staticmethod
@@ -91,8 +91,8 @@ def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
 class GradientReversal(CopyWithNumber):
     """Function that returns a copy of x, and multiplies the gradient by -weight in the backward.
 
-    Ganin and Lempitsky 2015, "Unsupervised Domain Adaptation by Backpropagation", arXiv:1409.7495, equations 15 and 16.
-    It supports double backward, torch.func and torch.compile.
+    The Function supports double backward, torch.func and torch.compile. Reference: Ganin and Lempitsky 2015,
+    "Unsupervised Domain Adaptation by Backpropagation", arXiv:1409.7495, equations 15 and 16.
     """
 
     @staticmethod

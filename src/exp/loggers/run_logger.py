@@ -157,8 +157,8 @@ def has_begun(logger: Logger, *, name: str) -> bool:
 def isolate_errors(logger: Logger, *, name: str) -> Logger:
     """Return the logger with changed methods, so that the run continues if the logger fails.
 
-    After the first error, a warning is logged, and all methods do nothing. They are not tried again, because an
-    unreachable service would take minutes at every write.
+    The first error is logged as a warning. From then on, all methods do nothing, because each further call of an
+    unreachable service would take minutes.
 
     Args:
         logger: The logger, which is changed in place.

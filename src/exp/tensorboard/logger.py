@@ -213,8 +213,8 @@ class TensorBoardLogger(RunLogger, LightningTensorBoardLogger):
 class Experiment(SummaryWriter):
     """SummaryWriter that writes to the event file of a TensorBoardLogger.
 
-    This class overrides the private method `_get_file_writer` of torch 2.13, which returns the writer of the file. A
-    test checks that torch still calls this method.
+    SummaryWriter of torch 2.13 calls its private method `_get_file_writer` to get the writer of its file. This class
+    overrides the method. A test checks that torch still calls the method.
     """
 
     # Attributes of torch's class, which does not declare their types.

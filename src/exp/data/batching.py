@@ -225,7 +225,7 @@ def maker(make: MakeSampler, *, key: str, offers: Mapping[str, object]) -> Calla
             raise
         except Exception as error:
             if not isinstance(error, REFUSALS) and target.__module__.partition(".")[0] in LIBRARIES:
-                raise  # a bug in exp or a library
+                raise  # The error is a bug in exp or in a library.
             name = getattr(target, "__name__", target)
             got = f"{name} refused its values ({type(error).__name__}: {message_of(error)})"
             raise ConfigError([constructor_error(error, key=f"data.{key}", known=given, got=got)]) from error
@@ -299,8 +299,8 @@ class Batching:
             num_classes: The number of classes. None if the targets are not classes.
 
         Raises:
-            ConfigError: Both samplers are set, data.shuffle is false although data.sampler is set, a split is missing
-                or an IterableDataset, or a sampler returns invalid items.
+            ConfigError: The config sets two samplers, or data.shuffle=false and data.sampler. A split is missing, or is
+                an IterableDataset. A sampler returns invalid items.
         """
         if sampler is not None and batch_sampler is not None:
             got = "a batch sampler, although data.sampler is set"

@@ -67,7 +67,7 @@ class Pad:
         """
         first = samples[0]
         if not self.inputs and isinstance(first, tuple | list) and len(first) > 2:
-            inputs_in(first)  # raises the error of values without names
+            inputs_in(first)  # Raises ConfigError, because the values have no names.
         rows = [named_entries(sample, self.inputs) for sample in samples]
         batch = self._batch({name: [row[name] for row in rows] for name in rows[0]})
         if self.inputs or self.masks or self.lengths or isinstance(first, Mapping):

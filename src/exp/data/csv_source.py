@@ -121,8 +121,8 @@ class CsvSource(Source):
     def _parse(self, lines: Sequence[str], readers: Readers, plain: Sequence[int]) -> np.ndarray | None:
         """Return the numbers in some lines of the file as parsed by NumPy, float64 `[rows, columns of the file]`.
 
-        Return None if NumPy cannot parse the lines, would parse them differently than the csv module, or finds a number
-        that is not finite in the columns `plain`.
+        Return None if NumPy cannot parse the lines, or would parse them differently than the csv module. Return None
+        also if a number in the columns `plain` is not finite.
 
         Args:
             lines: The lines.

@@ -230,8 +230,9 @@ class Data(Loading):
     def first_samples(self, stage: Stage, *, seconds: float) -> object:
         """Return a batch of the first samples of a split, for the check before a run.
 
-        If the data is in memory, the batch contains the whole split. Otherwise it has at most 64 samples, and at most
-        data.batch_size. Return None for a user's IterableDataset, because some can be read only once.
+        If the split is a Tensors data set without transforms of samples, the batch contains the whole split. In all
+        other cases, it has at most 64 samples, and at most data.batch_size. Return None for a user's IterableDataset,
+        because some can be read only once.
 
         Args:
             stage: The name of the split.
@@ -253,7 +254,7 @@ class Data(Loading):
         parts, form = self.parts, self.form
         stage, part = next(iter(parts.items()))
         if isinstance(part, IterableDataset) and declared.inputs and declared.num_outputs is not None:
-            # A stream may be slow to open, and may be read only once.
+            # No sample is read, because a stream may be slow to open, and some can be read only once.
             return declared
         with preserve_generators():
             batch = self.first_sample(stage)
@@ -349,7 +350,7 @@ def read_spec(
     _refuse_unlike("input_dtype", declared.input_dtype, dtype)
     _refuse_unlike("num_classes", declared.num_classes, num_classes)
     classes = declared.num_classes if num_classes is None else num_classes
-    # data.num_outputs takes precedence over the data: a model of two classes may have one output.
+    # data.num_outputs takes precedence over the data, because a model may have one output for two classes.
     outputs = declared.num_outputs if declared.num_outputs is not None else num_outputs or classes
     if outputs is None and isinstance(target, Tensor) and target.is_floating_point():
         outputs = target.shape[-1] if target.dim() > 1 else 1

@@ -34,7 +34,7 @@ NO_DATE = "Set the format, as in data.dataset.dates={{{}: '%d.%m.%Y'}}"
 
 
 class Csv(Table):
-    """Data set of the rows of a table in a file. One or several columns are targets.
+    """Data set of the rows of a table in a file, with one or several targets.
 
     See Table for the samples. Several numeric target columns form one target, float32 `[K]` for K columns. If targets
     have names, a sample is a mapping that contains each target under its name. Columns without a name are left out,

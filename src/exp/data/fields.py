@@ -211,7 +211,7 @@ class Fields:
         """
         if self.inputs is None:
             others = [name for name in names if name not in self.targets and not NAMELESS.fullmatch(name)]
-            # json.label is an element of the column json, which is already included.
+            # The column json.label is left out if the column json exists, because json contains it.
             found = [name for name in others if name.partition(".")[0] not in {*names} - {name}]
         else:
             given = self.inputs.values() if isinstance(self.inputs, Mapping) else [self.inputs]

@@ -122,7 +122,7 @@ class Noted(Protocol):
     """Interface of splits that have notes for users, for example about words that the training split does not have."""
 
     def notes_in(self, fitted: Fitted, *, stage: Stage) -> Sequence[str]:
-        """Return the notes on this split. Each note is one line.
+        """Return the notes on this split. A note is one line.
 
         Args:
             fitted: The statistics of the training split.

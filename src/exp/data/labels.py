@@ -85,7 +85,7 @@ class Labels:
 
 
 def is_whole(targets: Tensor) -> bool:
-    """Return whether targets have an integer dtype. Such targets are class numbers."""
+    """Return whether targets are class numbers, which have an integer dtype."""
     return not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
 
 

@@ -313,8 +313,8 @@ class Share:
     Args:
         start: The position of the rank's first sample in the global batch.
         stop: The position of the rank's last sample plus 1.
-        size: The number of samples that count. If the batch has fewer samples than ranks, some ranks have size 0. Such
-            a rank reads the first sample as a placeholder, which does not count.
+        size: The number of samples that count. If there are fewer samples than ranks, `size` is 0 on some ranks. These
+            ranks read the first sample as a placeholder, which does not count.
     """
 
     start: int

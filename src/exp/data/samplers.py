@@ -112,7 +112,7 @@ class BalancedSampler(WeightedSampler):
 
 
 class SubsetSampler(Sampler[int]):
-    """Sampler that uses only a random subset of the training split. Each sample of the subset is read once per epoch.
+    """Sampler that reads only a random subset of the training split. All samples of the subset are read in every epoch.
 
     Args:
         data_source: The training split.

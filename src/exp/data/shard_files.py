@@ -318,7 +318,7 @@ class TarShard(ShardFile):
             size = raw.seek(0, os.SEEK_END)
             raw.seek(max(0, size - BLOCK))
             if size < 2 * BLOCK or raw.read(BLOCK).strip(b"\0"):
-                # Records may be missing, because the file is truncated.
+                # The file is truncated, so that records may be missing.
                 raise self.format_error("its end is missing", "a complete .tar file that is not compressed")
 
     def records(self) -> Iterator[Record]:

@@ -116,7 +116,7 @@ class Shards(Dataset[object]):
 class ShardStream(IterableDataset[object]):
     """Stream of the samples of several files, in the order of the records.
 
-    Every rank and every worker iterates over all records, but parses only the records of its own samples.
+    Every rank and every worker iterates over all records. It parses only the records that it needs for its samples.
 
     Args:
         files: The files.

@@ -39,7 +39,7 @@ NOTHING: Mapping[int, str] = MappingProxyType({})
 MANY_LABELS = 20
 # Matches the names of columns without a name: the empty text, and the names that pandas writes for an index.
 NAMELESS = re.compile(r"|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
-# An empty name as users type it on the command line.
+# The name that messages show for an empty name. Users can type it on the command line.
 NO_NAME = "''"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -251,9 +251,9 @@ def _codes(values: Values, codes: WordCodes) -> np.ndarray:
 
 
 def words_in_order(codes: np.ndarray, words: Sequence[str]) -> Words:
-    """Return a column of words whose codes are renumbered in the sorted order of the words.
+    """Return a column of words with new codes, which number the words in sorted order.
 
-    If all words are numbers, they are sorted by value instead of alphabetically.
+    The order is alphabetical. If all words are numbers, they are sorted by value.
 
     Args:
         codes: The code of the word in each row, `[N]`. The code -1 means a missing value.

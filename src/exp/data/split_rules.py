@@ -1,7 +1,7 @@
 """Rules of the config's section data.split, which divide samples into splits.
 
-Splits can be stratified by class, be disjoint in their groups, be folds of a cross validation, or be read from a column
-with the name of each sample's split.
+The rules can stratify splits by class, assign all samples of a group to the same split, or divide samples into folds.
+The splits can also be read from a column that contains the name of each sample's split.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Samples:
             sizes = np.cumsum([len(part) for part in parts[:-1]])
             taken = int(np.abs(sizes - count).argmin()) + 1
             return np.concatenate(parts[taken:]), np.concatenate(parts[:taken])
-        from sklearn.model_selection import train_test_split  # half a second, only for these runs
+        from sklearn.model_selection import train_test_split  # Takes half a second.
 
         of = None if self.classes is None else self.classes[indices]
         rest, part = train_test_split(indices, test_size=count, stratify=of, random_state=self.seed)

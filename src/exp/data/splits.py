@@ -201,8 +201,8 @@ def divide(
             samples.
 
     Raises:
-        ConfigError: The data set is an IterableDataset, a split is empty, the splits have more samples in total than
-            the data set, or `choose` is set for a data set that defines its own splits.
+        ConfigError: The data set is an IterableDataset, a split is empty, or the splits have more samples in total than
+            the data set. Also raised if `choose` is set for a data set that defines its splits.
     """
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
@@ -225,7 +225,7 @@ def divide(
 def _own_parts(
     own: Mapping[Stage, AnyDataset], wanted: Mapping[Stage, int | float], *, seed: int
 ) -> dict[Stage, AnyDataset]:
-    """Return the splits of a data set that defines its own splits, by name.
+    """Return the splits of a data set that defines its splits, by name.
 
     Samples of a split that the data set does not define are chosen at random from its training split.
 

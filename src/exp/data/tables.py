@@ -228,7 +228,7 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file, and on words that are not in the training split. Each note is one line.
+        """Return notes on the file, and on words that are not in the training split. A note is one line.
 
         Args:
             fitted: The statistics of the training split.
@@ -482,8 +482,8 @@ class Diabetes(ShippedTable):
 def moments(values: np.ndarray, *, scratch: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
     """Return the mean and the standard deviation of each column, float64 `[F]`.
 
-    The standard deviation of a constant column is 1, so that it can be a divisor. As in scikit-learn's StandardScaler,
-    a column counts as constant if its standard deviation is within rounding errors.
+    The standard deviation of a constant column is 1, so that it can be a divisor. A column counts as constant if its
+    standard deviation is within rounding errors. The rule is the same as in scikit-learn's StandardScaler.
 
     Args:
         values: The F columns, float64 `[N, F]`.

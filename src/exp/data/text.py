@@ -27,11 +27,11 @@ FITTED = "characters"
 
 
 class Text(Dataset[object]):
-    """Data set of the text in files. Each character is encoded as a number from the vocabulary of the training split.
+    """Data set of the text in files. Characters are encoded as numbers from the vocabulary of the training split.
 
     Args:
-        files: One or several files or glob patterns such as `books/**/*.txt`, relative to the current folder or to
-            `directory`. The texts are joined in the order of the file names. Default: the modules at the top level of
+        files: A path or glob pattern such as `books/**/*.txt`, or a list of them, relative to the current folder or to
+            `directory`. The texts are joined in the order of the paths. Default: the modules at the top level of
             Python's standard library, because these 4.7 million characters exist on every machine.
         directory: The folder that is searched if a pattern matches no file in the current folder. Default: `data`.
         block_size: The number of characters in a sample, T. Default: 64.

@@ -28,7 +28,7 @@ class ClassCounts(Hook, ABC):
 
     Args:
         num_classes: Number of classes V, from 2 to `most_classes`.
-        stages: Splits whose evaluations are counted: `val`, `test`.
+        stages: Splits for which samples are counted: `val`, `test`.
         output: Name of the scores in the outputs of the network.
         target: Name of the class numbers in the batch.
 

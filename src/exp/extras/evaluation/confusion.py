@@ -41,7 +41,7 @@ class Confusion(ClassCounts):
 
     Args:
         num_classes: Number of classes V, from 2 to 1000.
-        stages: Splits whose evaluations are drawn: `val`, `test`. Default: both.
+        stages: Splits for which a matrix is drawn: `val`, `test`. Default: `val` and `test`.
         threshold: Limit for a network with one output for two classes: a larger output predicts class 1. Default: 0,
             which is correct for scores. Set 0.5 for probabilities.
         output: Name of the scores in the outputs of the network. Default: `output`.

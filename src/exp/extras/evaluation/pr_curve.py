@@ -27,7 +27,7 @@ class PRCurve(ClassCounts):
 
     Args:
         num_classes: Number of classes V, 2 or more.
-        stages: Splits whose evaluations are logged: `val`, `test`. Default: both.
+        stages: Splits for which curves are logged: `val`, `test`. Default: `val` and `test`.
         max_classes: Maximum number of curves: the classes 0 to `max_classes` - 1 are logged. Default: 10.
         probabilities: Whether the outputs are probabilities. Default: False, which applies softmax to the outputs, or
             sigmoid to a single output.

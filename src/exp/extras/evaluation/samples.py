@@ -91,9 +91,8 @@ class Samples(Hook):
                 expected = "pictures, float32 or uint8 [H, W] or [C, H, W] with C of 1, 3 or 4"
                 yield self.error(got=f"{dtype} input of shape {shape}", expected=expected, fix=self.leave_out)
                 return
-        elif (
-            self.input == "input"
-        ):  # Other names are not checked, because the data do not declare all values of a batch.
+        elif self.input == "input":
+            # Other names are not checked, because a batch may contain values that the data do not declare.
             yield self.error("input", got="input", expected=f"one of {among(inputs)}, the data's inputs")
         yield from self._scale_errors(channels)
 

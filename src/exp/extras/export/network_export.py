@@ -2,8 +2,8 @@
 
     exported = export(exp.load(DIR), output=Path("network.onnx"))
 
-The outputs of the ONNX file are compared with the outputs of the network, for samples of the run's data in batches of
-1, 7 and 64. If the outputs differ, no file is written.
+The outputs of the ONNX file are compared with the outputs of the network. The inputs are samples of the run's data, in
+batches of 1, 7 and 64. If the outputs differ, no file is written.
 """
 
 from __future__ import annotations

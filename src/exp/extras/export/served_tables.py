@@ -83,8 +83,8 @@ class ServedTable:
                 the same length.
 
         Returns:
-            A mapping from the names of the network's inputs to arrays, and a mapping from columns to the number of rows
-            with each unknown word.
+            Two mappings. The first maps the names of the network's inputs to arrays. The second maps columns to the
+            number of rows with each unknown word.
 
         Raises:
             ConfigError: A value is invalid. exp.predict rejects the same values in a file.

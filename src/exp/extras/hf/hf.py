@@ -274,7 +274,7 @@ def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
     """Return a mapping from the names of the splits to the data sets in a folder that save_to_disk has written.
 
     Raises:
-        ConfigError: save_to_disk has not written the folder, or the folder is damaged.
+        ConfigError: The folder does not contain the files that save_to_disk writes, or is damaged.
     """
     import datasets
     from pyarrow import ArrowException

@@ -61,8 +61,8 @@ def read_rows(body: bytes, table: ServedTable, model: OnnxModel) -> tuple[dict[s
         model: The model.
 
     Returns:
-        A mapping from the names of the model's inputs to arrays, and a mapping from columns to the number of rows with
-        each word that is not in the training split.
+        Two mappings. The first maps the names of the model's inputs to arrays. The second maps columns to the number of
+        rows with each word that is not in the training split.
 
     Raises:
         BadRequest: The body is not valid JSON, or its columns do not match the columns of the training data.

@@ -1,4 +1,4 @@
-"""Survey of the data: sizes, statistics, classes and repeated samples. Each sample is read once."""
+"""Survey of the data: sizes, statistics, classes and repeated samples. All samples are read once."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ class TokenFile(Dataset[object]):
 
 
 class FileBlocks(TextBlocks):
-    """Data set of blocks of the tokens in a slice of a file. Each process maps the file into its memory.
+    """Data set of blocks of the tokens in a slice of a file.
+
+    Worker processes map the file into their memory themselves.
 
     Args:
         file: The file.

@@ -132,8 +132,8 @@ class TokenVocabulary:
 
     def encode(self, text: str) -> Tensor:
         """Return the numbers of the tokens of a text, int32 `[N]`."""
-        # Lines are encoded separately, because the encoding of a whole book needs much memory. The result is the same,
-        # because no token contains parts of two lines.
+        # Lines are encoded separately, because the encoding of a whole book needs much memory. A token therefore never
+        # contains parts of two lines.
         lines = self._tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
         numbers = [number for line in lines for number in line.ids]
         return torch.tensor(numbers, dtype=torch.int32)

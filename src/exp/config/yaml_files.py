@@ -252,8 +252,8 @@ def _loader(*, fast: bool) -> Any:
     In contrast to PyYAML's loaders, 1e-3 is a number, a repeated key is an error, and dates are texts.
 
     Args:
-        fast: Use libyaml if it is installed. libyaml needs a tenth of the time of PyYAML's own parser, and reading YAML
-            is half of the time of --cfg job.
+        fast: Use libyaml if it is installed. libyaml needs a tenth of the time of PyYAML's own parser. Half of the time
+            of --cfg job is for reading YAML.
     """
     base = yaml.CSafeLoader if fast and yaml.__with_libyaml__ else yaml.SafeLoader
 

@@ -125,7 +125,7 @@ ANYWHERE = Slot(pattern="**")
 ONE = ("model", "data", "optimizer", "scheduler", "strategy", "sweep")
 MANY = ("hooks", "callbacks", "objective", "metrics", "phases", "logger")
 AXIS = ("experiment", "debug", "precision", "local", "module")
-# Nodes that may have a class of the user. Only after the composition is it known which keys such a node has.
+# Nodes that may have a class of the user. The keys of these nodes are known only after the composition.
 OF_CLASSES = (*ONE, *MANY, "module")
 # The value of a key in NODES is a node with a `_target_`. The value of a key in COLLECTIONS is a mapping of names to
 # such nodes.

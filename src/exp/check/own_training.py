@@ -97,7 +97,7 @@ def module_errors(own: OwnTraining) -> Iterator[ErrorDetails]:
             yield unsuitable(key, "true", f"and {_lacking(own, stage)}", "false, or a class with this method")
     loaders = [name for name in LOADERS.values() if is_overridden(name, kind, LightningModule)]
     if loaders:
-        expected = "loaders only in the LightningDataModule that data._target_ names"
+        expected = "loaders only in the LightningDataModule of the node data"
         fix = "Move these methods to a LightningDataModule, and write data._target_=mine.LitData"
         other = f"the methods {among(loaders)}, which the loaders of data would replace"
         yield not_supported_with("module", kind.__name__, other, expected, fix)

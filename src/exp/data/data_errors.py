@@ -150,7 +150,7 @@ def require_extra(package: str, *, feature: str, extra: str, key: str = "dataset
         package: The import name of the package.
         feature: The feature that needs the package, for the message.
         extra: The pip extra of exp that installs the package.
-        key: The config key below `data.` that requests the feature. Default: `dataset._target_`.
+        key: The config key below `data.` that requests the feature. Default: the `_target_` of `dataset`.
     """
     if not is_installed(package):
         got, _, fix = str(MissingExtraError(feature=feature, package=package, extra=extra)).partition(": ")

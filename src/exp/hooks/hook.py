@@ -188,10 +188,7 @@ class Hook:
         """Prepare a training (fit) or a test. Called once before the first step of the training or the test."""
 
     def pause(self) -> None:
-        """React to a pause of training.
-
-        Called after a step that is followed by a validation or by the end of an epoch.
-        """
+        """React to a pause of training. Called after a step before a validation or the end of an epoch."""
 
     def ended(self) -> None:
         """Finish a successful run. Called after the last step. The strategy still exists."""
@@ -248,10 +245,7 @@ class Hook:
         """
 
     def after_clipping(self, step: Step) -> Values | None:
-        """Return values after clipping, when the gradients are those that the optimizer uses.
-
-        Called as often as after_backward.
-        """
+        """Return values of the clipped gradients that the optimizer uses. Called as often as after_backward."""
 
     def after_step(self, step: Step) -> Values | None:
         """Return values once per optimizer step, after the parameters are updated."""
@@ -268,16 +262,10 @@ class Hook:
         """Observe or transform the gradients of a module's inputs. The gradients are multiplied by `loss_scale`."""
 
     def tensor_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Observe or transform the gradient of each tensor that a module returned.
-
-        The gradient is multiplied by `loss_scale`.
-        """
+        """Observe or transform the gradient, multiplied by `loss_scale`, of each tensor that a module returned."""
 
     def post_accumulate_grad(self, name: str, parameter: nn.Parameter) -> None:
-        """Observe `parameter.grad` after the gradient of a micro-batch was added.
-
-        This gradient is multiplied by `loss_scale`.
-        """
+        """Observe `parameter.grad`, multiplied by `loss_scale`, after the gradient of a micro-batch was added."""
 
     # --- an evaluation: validation in fit, and test ---
 
@@ -349,11 +337,7 @@ class Hook:
         self.setup(network)
 
     def fit_periods(self, total_steps: int | None) -> None:
-        """Compute the periods of all settings that are `auto`.
-
-        Args:
-            total_steps: Number of optimizer steps of the run; None if unknown.
-        """
+        """Compute the periods of all settings that are `auto`. total_steps: optimizer steps of the run, if known."""
         for setting in self._by_length:
             points = self.fewest.get(setting, FEWEST_POINTS)
             setattr(self, setting, period_of(total_steps, longest=self.longest[setting], fewest=points))

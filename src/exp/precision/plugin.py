@@ -1,7 +1,7 @@
 """Lightning precision plugins for the values of precision.word, with or without a loss scale.
 
-This module uses a private method of Lightning 2.6.6: `Precision._after_closure`, which calls on_before_optimizer_step
-and clips gradients.
+This module uses a private method of Lightning 2.6.6: `_after_closure` of Precision, which calls
+on_before_optimizer_step and clips gradients.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def describe_write_error(place: object, error: OSError) -> str:
         place: Path of the file or folder.
         error: Exception of the failed write.
     """
-    fix = "Make room there" if error.errno in NO_SPACE else "Fix this error"
+    fix = "Free disk space there" if error.errno in NO_SPACE else "Fix this error"
     return f"{place}: {error.strerror or error}. {fix}"
 
 

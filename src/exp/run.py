@@ -166,13 +166,13 @@ def _work(decided: Plan, parts: Parts, resume: Path | None) -> None:
         return
     if settings.validate:
         if "val" not in parts.stages:
-            raise RunError("validate=true needs a validation split, which the data or the module does not have")
+            raise RunError("validate=true needs a validation split and, for a module, a validation_step")
         _run_stage(parts, start, trainer.validate, verbose=False)
     if settings.predict:
         _run_stage(parts, start, trainer.predict, return_predictions=False)
     if settings.test and "test" not in parts.stages:
         if decided.own is None or decided.own.has("test"):  # otherwise a note of the check reports it
-            log.warning("the data has no test split: the test stage is left out")
+            log.warning("the test stage is left out, because the data has no test split")
     elif settings.test:
         weights = _best_weights(decided, parts) if settings.train else start
         _run_stage(parts, weights, trainer.test, verbose=False)
@@ -208,7 +208,7 @@ def _best_weights(decided: Plan, parts: Parts) -> str | None:
         return str(path)
     if decided.settings.checkpoint.save_best and decided.settings.monitor is not None:
         why = "was never measured, so there is no" if parts.checkpointing.best is None else "no longer has a"
-        log.warning("%s %s best.ckpt: the last weights are tested", decided.settings.monitor, why)
+        log.warning("%s %s best.ckpt. The test uses the last weights", decided.settings.monitor, why)
     return None
 
 

@@ -469,12 +469,12 @@ def _place(error: BaseException, parts: Parts | None) -> str | None:
 def _write_message(ongoing: Ongoing, error: OSError) -> str:
     """Return the message for a file that cannot be written. The message contains the command that resumes the run."""
     what = f"{error.filename or ongoing.directory}: {error.strerror or error}. The run ends here"
-    fix = "make room" if error.errno in NO_SPACE else "make the directory writable"
+    fix = "free disk space" if error.errno in NO_SPACE else "make the directory writable"
     saved = last_checkpoint(ongoing.directory)
     if saved is None:
-        return f"{what}, before anything was saved; {fix}, or choose another place with hydra.run.dir"
+        return f"{what}, before anything was saved. {fix.capitalize()}, or set another directory with hydra.run.dir"
     command = ongoing.resume_command(str(saved))
-    return f"{what}; the saved checkpoints are intact. {fix.capitalize()}, and resume with\n  {command}"
+    return f"{what}; the saved checkpoints are intact. {fix.capitalize()}, and then resume with\n  {command}"
 
 
 def draw_pictures(report: Report) -> bool:

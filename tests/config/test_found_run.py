@@ -95,7 +95,7 @@ def test_values_of_a_changed_file_are_kept(folder, capsys):
     assert again == {key: value for key, value in config_of(run).items() if key != "optimizer"}
     printed = capsys.readouterr().err.splitlines()
     expected = "optimizer.nesterov=true, optimizer.momentum=0.5, model.layers.head.bias=true"
-    assert printed == [f"values of {run}, which differ from those of the present files: {expected}"]
+    assert printed == [f"values of {run} replace other values of the present files: {expected}"]
     # Overrides of this command take precedence.
     other = config_of(frozen(f"from_run={run}", "optimizer=sgd", "model.layers.head.bias=false"))
     assert "nesterov" not in other["optimizer"]

@@ -87,7 +87,7 @@ def test_values_below_vars_are_interpolated(place):
     assert width("experiment=own", "vars.width=100") == 50
     assert width("+vars.width=32", "model.layers.hidden.out_features=${vars.width}") == 32
     found = refused("vars.width=32")["vars.width"]
-    assert found.fix == "To add it, write +vars.width=32"
+    assert found.fix == "To add the key, write +vars.width=32"
     # A node in vars is checked only if another key refers to it.
     assert check(["+vars.layer={_target_: torch.nn.Nope}"]) == 0
     assert "Did you mean" in refused("+vars.layer={_target_: torch.nn.Tanhh}", "model.layers.activation=${vars.layer}")[

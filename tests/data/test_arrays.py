@@ -213,7 +213,10 @@ def test_windows_of_an_array_are_counted(load):
         ({"time": "load"}, r"data.dataset.time: load of .*, which does not increase from row \d+"),
         ({"length": 90}, r"data.dataset.length: 90 with a horizon of 1, although a split has only 70 rows"),
         ({"targets": []}, r"data.dataset.targets: no column"),
-        ({"path": "a.csv", "targets": "x", "time": "day"}, r"no value in line 3 of .*column x; .* Fill it in$"),
+        (
+            {"path": "a.csv", "targets": "x", "time": "day"},
+            r"no value in line 3 of .*column x; .* the missing value$",
+        ),
         ({"path": "a.csv", "targets": "x"}, r"column day; .*a finite number. Set data.dataset.columns"),
     ],
 )

@@ -62,7 +62,7 @@ def test_folders_of_parts_are_the_parts(pets):
     assert {Path(file).parts[-3] for file in {*files["train"], *files["val"]}} == {"Train"}
     assert data.part("test").targets.tolist() == [0] * 4 + [2] * 4
     assert len(Data(dataset=made, parts={"test": 1.0}, earlier=lambda: data.fitted).part("test")) == 20
-    with pytest.raises(ConfigError, match=r"data.split: rules, although Images defines its splits"):
+    with pytest.raises(ConfigError, match=r"data.split: rules, although Images is a stream or defines its own splits"):
         Data(dataset=made, split={"folds": 3})
     with pytest.raises(
         ConfigError, match=r"data.parts.test: 0.5, although the data set has a test split; expected null"

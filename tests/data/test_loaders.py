@@ -192,7 +192,7 @@ def test_a_data_set_keeps_its_length_over_epochs():
     loader = data("workers", train=Growing()).loader("train")
     list(loader)
     with pytest.raises(
-        ConfigError, match=r"data\.train: 24 samples in epoch 1, and 23 before; expected the same number"
+        ConfigError, match=r"data\.train: 24 samples in epoch 1, but 23 samples before; expected the same number"
     ):
         list(loader)
 

@@ -217,7 +217,7 @@ def test_unknown_numbers_of_classes_are_requested():
         def __getitem__(self, index):
             return torch.zeros(2), index
 
-    with pytest.raises(ConfigError, match=r"data.num_classes: null, although the data set does not state the number"):
+    with pytest.raises(ConfigError, match=r"data.num_classes: null, although the data set does not state"):
         Data(train=Rows())
     assert Data(train=Rows(), num_classes=4).spec.num_outputs == 4
     assert Data(train=Rows(), num_classes=2, num_outputs=1).spec.num_outputs == 1, "two classes may have one output"

@@ -149,7 +149,7 @@ MISSPELLED = functools.partial(WeightedSampler, weights="importanse")
         ("balanced", {"train": Stream(), "num_classes": 3}, "sampler", "a stream is the train split"),
         ("balanced", {"shuffle": False}, "shuffle", "the sampler decides"),
         (functools.partial(SubsetSampler, size=41), {}, "sampler.size", "1 to 40"),
-        (lambda: [0, 1.5], {}, "sampler", "returns 1.5 in epoch 0"),
+        (lambda: [0, 1.5], {}, "sampler", "returns the index 1.5 in epoch 0"),
         (lambda: [40], {}, "sampler", "integers from 0 to 39"),
         (list, {}, "sampler", "returns no items"),
     ],
@@ -163,7 +163,7 @@ def test_errors_of_samplers_name_their_key(sampler, settings, key, told):
 def test_epochs_of_different_lengths_are_reported():
     loader = data(USER["Shrinking"]).loader("train")
     numbers(loader)
-    with pytest.raises(RunError, match="returns 38 items in epoch 1; expected 39 as in epoch 0"):
+    with pytest.raises(RunError, match="returns 38 items in epoch 1; expected 39 items, as in epoch 0"):
         numbers(loader)
 
 
@@ -249,7 +249,7 @@ class WordStream(IterableDataset):
         (functools.partial(LengthBuckets, entry="words"), {}, "batch_sampler.entry", "input, target"),
         (LengthBuckets, {"sampler": "balanced", "train": FIVE}, "batch_sampler", "one of the two"),
         (LengthBuckets, {"train": WordStream()}, "batch_sampler", "stream"),
-        (lambda: [0, 1], {}, "batch_sampler", "belongs in data.sampler"),
+        (lambda: [0, 1], {}, "batch_sampler", "Set data.sampler for"),
         (lambda: [[0, 48]], {}, "batch_sampler", "integers from 0 to 47"),
         (lambda: [[0, 1]], {}, "batch_sampler", "2 indices, 2 of them different, for a split of 48"),
     ],

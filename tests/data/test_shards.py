@@ -155,7 +155,7 @@ def test_forked_workers_read_an_archive_independently(tmp_path):
 def test_sizes_of_splits_are_an_error(tmp_path):
     write(tmp_path, "npz")
     with pytest.raises(
-        ConfigError, match=r"data.parts: sizes, although data.dataset.files has the files of each split"
+        ConfigError, match=r"data.parts: sizes of splits, although data.dataset.files lists the files of each split"
     ):
         data(tmp_path, parts={"train": 0.5, "val": 0.5})
 
@@ -234,7 +234,11 @@ def pack(*members):
 @pytest.mark.parametrize(
     ("kind", "spoil", "message"),
     [
-        ("csv", put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"), r"at sample 1: 3 values in line 3 of .*1.csv, and 4 in"),
+        (
+            "csv",
+            put("1.csv", "u,v,w,kind\n1,2,3,0\n1,2,3\n"),
+            r"at sample 1: 3 values in line 3 of .*1.csv, but 4 names in",
+        ),
         ("csv", put("1.csv", b"u,v,w,kind\n\xff,1,1,1\n"), r"1.csv \('utf-8' codec .*\); expected CSV in UTF-8"),
         (
             "csv",

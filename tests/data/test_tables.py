@@ -312,7 +312,7 @@ ABC = "a,b,c\n"
         (ABC + "1,2,x\n", {"target": ["a", "b"]}, r"2 columns in a classification; .*task=regression"),
         (ABC + "1,2,x\n", {"target": []}, r"data.dataset.target: no column"),
         (ABC + "1,2,x\n", {"target": {"k": "c", "p": "a"}, "task": {"k": "classification"}}, r"a task for each"),
-        ("a,a,c\n1,2,x\n", {}, r"with the name a twice"),
+        ("a,a,c\n1,2,x\n", {}, r"with several columns named a"),
         (ABC, {}, r"without a sample"),
         (ABC + '1,"1,x\n', {}, r"after line 1.*expected CSV in UTF-8"),
         (ABC + "1,1,x\n" * 4000 + "1,1,\udcff\n", {}, r"after line 4001: 'utf-8' codec .*expected CSV in UTF-8"),

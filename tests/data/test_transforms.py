@@ -94,7 +94,7 @@ def test_transforms_run_in_order_for_their_stage():
 def test_unsuitable_transforms_are_reported():
     with pytest.raises(ConfigError, match="with the parameter input; expected parameters with names"):
         data(train=Rows(), val=None, transforms=[Flip()])
-    with pytest.raises(RunError, match="returns 1 values; expected one each for input, target"):
+    with pytest.raises(RunError, match="returns 1 values; expected values for input, target"):
         data(train_transforms=[lambda input, target: input])
 
 

@@ -265,7 +265,7 @@ def errors_of(*overrides):
         (["model._target_=mine.LitNet"], "model._target_", "Move its YAML file from conf/model to conf/module"),
         ([DATA], "data._target_", "a LightningModule to take its batches"),
         ([NET, "optimizer.lr=0.1"], "optimizer.lr", "its configure_optimizers makes it"),
-        ([NET, "objective=[mse]"], "objective", "its training_step returns the loss"),
+        ([NET, "objective=[mse]"], "objective", "the training_step of the module returns the loss"),
         ([NET, "metrics=[f1]"], "metrics", "self.log"),
         ([NET, "scheduler=cosine"], "scheduler", "configure_optimizers"),
         ([NET, "phases=[adversarial]"], "phases", "manual optimization"),

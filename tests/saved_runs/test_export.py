@@ -191,6 +191,6 @@ def test_a_full_disk_keeps_the_older_file(digits_directory, capsys):
         signal.signal(signal.SIGXFSZ, ignored)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"the network cannot be written to {output}: ")
-    assert line.endswith("File too large. Make room there")
+    assert line.endswith("File too large. Free disk space there")
     assert output.read_bytes() == b"older"
     assert [path.name for path in Path().glob(".*.partial")] == []

@@ -168,7 +168,7 @@ def test_what_is_no_run_is_refused(digits, tmp_path):
     copied = shutil.copytree(digits.directory, tmp_path / "copied")
     whole = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text("- a\n- b\n")
-    with pytest.raises(RunError, match="was changed after exp wrote it: it has no mapping"):
+    with pytest.raises(RunError, match="was changed after exp wrote this file: the file contains no mapping"):
         exp.load(copied)
     (copied / "config.yaml").write_text(whole.replace("out_features: 128", "out_features: 64"))
     with pytest.raises(RunError, match=r"has weights of another network than its config: .*hidden2"):

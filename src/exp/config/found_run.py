@@ -189,7 +189,7 @@ def report_changes(run: Path, then: Mapping[str, object]) -> str:
         then: Result of `changes`.
     """
     pairs = [text.removeprefix("++") for text in override_texts(then)]
-    return f"values of {run}, which differ from those of the present files: {among(pairs)}"
+    return f"values of {run} replace other values of the present files: {among(pairs)}"
 
 
 def _values(plain: object, key: str = "") -> Iterator[tuple[str, object]]:

@@ -116,7 +116,7 @@ def _text(path: Path) -> str:
 def _mapping(text: str, *, name: str) -> dict[str, Any]:
     content = _parse(text, name=name)
     if not isinstance(content, dict):
-        raise RunError(f"{name} was changed after exp wrote it: it has no mapping. Restore the file")
+        raise RunError(f"{name} was changed after exp wrote this file: the file contains no mapping. Restore the file")
     return content
 
 

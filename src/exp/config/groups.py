@@ -67,7 +67,7 @@ class Vocabulary:
             raise config_error(
                 "--config-name", got=f"there is no config named {self.config_name}",
                 expected="train, or the name of a file in ./conf",
-                fix=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave out the flag",
+                fix=f"Write conf/{self.config_name}.yaml, with defaults: [train, _self_], or leave --config-name out",
             )  # fmt: skip
         return contents
 

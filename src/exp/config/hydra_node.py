@@ -34,7 +34,7 @@ NO_VARIABLES = ("jobs do not set environment variables", "NAME=value before the 
 REFUSED = {
     "hydra.callbacks": ("a class that would run before the check", "a callback of the run: +callbacks=early_stopping"),
     "hydra.job.chdir": ("exp does not change the working directory", "paths relative to the working directory"),
-    "hydra.job.name": ("exp takes the job name from the key name", "name=NAME"),
+    "hydra.job.name": ("exp sets the name of a job by the key name", "name=NAME"),
     "hydra.output_subdir": ("Hydra writes no files in exp", "config.yaml and overrides.yaml of the run directory"),
     "hydra.mode": ("exp takes the mode from the flags", "-m for a sweep, and no flag for a single run"),
     **dict.fromkeys(("hydra.job_logging", "hydra.hydra_logging", "hydra.verbose"), NO_LOGGING),
@@ -159,7 +159,7 @@ def _plugin_errors(config: DictConfig, name: str) -> list[ErrorDetails]:
         return [ErrorDetails(key, str(error).splitlines()[0], "values that are known before the sweep")]
     errors = [
         ErrorDetails(
-            f"{key}._target_", f"{target}, which is not of an installed Hydra plug-in",
+            f"{key}._target_", f"{target}, a class of no installed Hydra plug-in",
             f"hydra/{name}=NAME of an installed plug-in",
         )
         for target in (str(node["_target_"]) for _, node in nodes_in(plain))

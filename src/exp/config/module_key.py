@@ -24,11 +24,11 @@ REFUSED_KEYS = "refused"
 # which part of the module is used instead.
 REPLACED: Mapping[str, tuple[object, str]] = {
     "model": (None, "the module makes its network from its parameters, such as module.net"),
-    "objective": ({}, "its training_step returns the loss"),
-    "metrics": ({}, "it logs its metrics by self.log"),
-    "phases": ({}, "its configure_optimizers makes several optimizers, and manual optimization steps them"),
-    "optimizer": (None, "its configure_optimizers makes it from the module's parameters, such as module.optimizer"),
-    "scheduler": (None, "its configure_optimizers makes it from the module's parameters, such as module.scheduler"),
+    "objective": ({}, "the training_step of the module returns the loss"),
+    "metrics": ({}, "the module logs its metrics by self.log"),
+    "phases": ({}, "the configure_optimizers of the module returns several optimizers for manual optimization"),
+    "optimizer": (None, "the module makes its optimizer from its parameters, such as module.optimizer"),
+    "scheduler": (None, "the module makes its schedule from its parameters, such as module.scheduler"),
 }
 _NETWORK = "the module owns its network: change it in __init__ or configure_model"
 _STEP = "the module defines the step, and Lightning's Trainer runs it"
@@ -74,13 +74,13 @@ def module_errors(values: Values) -> Iterator[ErrorDetails]:
     refused = values[f"{COMPOSITION}.{REFUSED_KEYS}"]
     for text in refused if isinstance(refused, list) else ():
         key, _, source = text.partition("=")
-        expected = f"nothing: {REPLACED[key.partition('.')[0]][1]}"
-        error = not_supported_with(key, "set", other, expected, f"Leave {key} out, or leave out module")
+        expected = f"no value, because {REPLACED[key.partition('.')[0]][1]}"
+        error = not_supported_with(key, "set", other, expected, f"Leave out {key} or module")
         yield replace(error, source=source)
     for key, (required, why) in FIXED.items():
         value = values[key]
         if value is not UNKNOWN and value != required:
-            yield not_supported_with(key, show(value), other, f"{show(required)}: {why}")
+            yield not_supported_with(key, show(value), other, f"{show(required)}, because {why}")
     if values["precision.word"] == "fp8":
-        expected = f"one of {', '.join(WORDS)}: fp8 replaces layers of the network"
+        expected = f"one of {', '.join(WORDS)}, because fp8 replaces layers of the network"
         yield not_supported_with("precision.word", "fp8", other, expected, "Write precision=bf16")

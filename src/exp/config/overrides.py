@@ -117,7 +117,7 @@ def _read(text: str, vocabulary: Vocabulary) -> Line | ErrorDetails:
     if secret is not None:
         safe = mask_secrets(text)
         fix = f"Use single quotes, so that the shell does not insert the value: '{safe}'"
-        expected = "the name of the variable, because exp records commands"
+        expected = "the name of the environment variable, because exp records commands"
         return _error(safe.lstrip("+~").partition("=")[0], f"the value of {secret}", expected, fix)
     try:
         if len(text) > MAX_CHARACTERS:
@@ -259,7 +259,7 @@ def _line_error(line: Line, vocabulary: Vocabulary, *, multirun: bool) -> ErrorD
         if line.is_sweep:
             word = line.key.removeprefix("hydra.sweeper.params.")
             fix = None if word == line.key else f"Write {word}={line.value_text}, which is swept by -m"
-            return _error(line.key, "several values", "one value: Hydra's own settings cannot be swept", fix)
+            return _error(line.key, "several values", "one value, because Hydra's own settings cannot be swept", fix)
         error = hydra_key_error(line.key, line.value)
         if error is not None or line.group not in USED_GROUPS:
             return error
@@ -286,7 +286,7 @@ def _pair_error(line: Line, others: Sequence[Line], vocabulary: Vocabulary) -> E
     """
     added = [other for other in others if other.sign == "+" and other.parsed.package == line.parsed.package]
     if line.sign == "+" and (others if line.group in AXIS else vocabulary.kind(line.group) == "own" and added):
-        return _error(line.group, f"chosen twice, {line.text} and {others[0].text}", "one choice")
+        return _error(line.group, f"two choices of an option, {line.text} and {others[0].text}", "one choice")
     if line.sign == "+" and others and line.is_sweep and vocabulary.kind(line.group) == "many":
         return _error(line.group, f"swept by {line.text} next to {others[0].text}", "one of the two")
     return None
@@ -301,8 +301,8 @@ def _choice_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
     if line.sign == "++":
         return _error(group, f"++ on a group, {line.text}", "= to replace or + to add", f"Write {line.text[2:]}")
     if line.sign == "~" and kind != "own":
-        fix = f"Write {group}=[] for no entry, ~{group}.NAME for one less" if kind != "one" else f"Write {example}"
-        return _error(group, "~ on a group", "a choice: a group cannot be removed", fix)
+        fix = f"Write {group}=[] for no entry, or ~{group}.NAME to remove one" if kind != "one" else f"Write {example}"
+        return _error(group, "~ on a group", "an option, because a group cannot be removed", fix)
     if line.sign == "+" and kind == "one" and line.parsed.package is None:
         return _error(group, f"+ on {group}, which takes one option", "= to replace it", f"Write {line.text[1:]}")
     errors = (_option_error(line, value, vocabulary) for value in _elements(line))
@@ -349,13 +349,13 @@ def _value_error(line: Line, vocabulary: Vocabulary) -> ErrorDetails | None:
         group = line.key.rpartition("/")[0]
         return _error(line.key, "no such group", f"one of {among(vocabulary.groups, word=group)}")
     if line.key in NODES_OF_KEYS and line.key not in vocabulary.groups and isinstance(line.value, str):
-        keys = f"Leave it out, and set the keys one by one. --cfg job --package {line.key} lists the keys"
+        keys = f"Leave {line.text} out, and set single keys. --cfg job --package {line.key} lists the keys"
         fix = fix_of_option(line.key, line.value) or keys
         return _error(line.key, f"{line.text}, but {line.key} is not a group", f"a key below {line.key}", fix)
     if line.key in vocabulary.groups and line.key not in vocabulary.keys:
         return _unknown_option(line.key, line.value, vocabulary.options(line.key))
     if line.sign == "~" and "." not in line.key:
-        fix = "Leave it out to use the value of train.yaml"
+        fix = "Leave the override out to use the value of train.yaml"
         return _error(line.key, "~ for a top-level key, which cannot be removed", "a value", fix)
     return None
 
@@ -439,7 +439,7 @@ def _unfit_error(line: Line, config: DictConfig, vocabulary: Vocabulary) -> Erro
             keys = [str(key) for key in node]
             adds = f"The keys are {among(keys)}: write {line.key}.{keys[0]}={line.value_text}"
             return _error(line.key, f"{_shorten(line.text)}, one value for a mapping", f"a key below {line.key}", adds)
-        return _error(line.key, IS_THERE, "= to change it", f"Write {line.text[1:]}")
+        return _error(line.key, IS_THERE, "= to change the value", f"Write {line.text[1:]}")
     is_merged = line.sign == "" and not line.is_sweep and isinstance(line.value, dict) and isinstance(node, DictConfig)
     if is_merged and not ("_target_" in line.value and "_target_" in node) and adds_keys(node, line.value):
         fix = f"Write '+{line.text}', which adds to the mapping"
@@ -483,11 +483,11 @@ def _missing_key_error(
         fix = f"Write +{parent}={word} {line.key}={line.value_text}"
     elif isinstance(node, DictConfig) and not siblings and line.sign == "":
         # In a mapping with any names, such as precision.keep, new keys need a +.
-        fix = f"To add it, write +{line.text}"
+        fix = f"To add the key, write +{line.text}"
     elif near or elsewhere:
         fix = f"Did you mean {f'{parent}.' if parent else ''}{near[0]}?" if near else f"Did you mean {elsewhere[0]}?"
     if isinstance(node, DictConfig) and "_target_" in siblings and line.sign == "":
-        fix = f"{fix + ' ' if fix else ''}To pass {last} on to {node['_target_']}, write +{line.text}"
+        fix = f"{fix + ' ' if fix else ''}To pass {last} to {node['_target_']}, write +{line.text}"
     where = f"one of {among(siblings, word=word)}" if siblings else f"no key below {parent}"
     return _error(line.key, NO_SUCH_KEY, where, fix)
 

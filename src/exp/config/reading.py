@@ -248,7 +248,7 @@ class _Reader:
     def report_unresolved(self, key: str, text: str, error: Exception) -> None:
         variables = ENVIRONMENT.findall(text)
         if variables and NOT_SET in str(error).lower():
-            fix = f"Set the variable, or give a default: ${{oc.env:{variables[0]},DEFAULT}}"
+            fix = f"Set the variable, or write a default: ${{oc.env:{variables[0]},DEFAULT}}"
             self.error(key, f"{text}, and {variables[0]} is not set", "an environment variable that is set", fix)
             return
         fixes = [f"Did you mean ${{{near}}}?" for name in REFERENCE.findall(text) if (near := self.near(name, key))]

@@ -46,7 +46,7 @@ class Slot:
 TRAINER_REFUSED = {
     "accelerator": "launch.accelerator",
     "benchmark": "runtime.cudnn_benchmark",
-    "barebones": "hooks=[] metrics=[] logger=[] for little except the training; barebones would stop exp's recording",
+    "barebones": "hooks=[] metrics=[] logger=[] for a run with few records; barebones also stops the report of exp",
     "callbacks": "the group callbacks",
     "default_root_dir": "hydra.run.dir",
     "deterministic": "runtime.deterministic",
@@ -182,7 +182,7 @@ def own_training_error(name: str, *, kind: str) -> ErrorDetails:
     """
     got = f"{name}, a LightningModule, whose training_step, losses and optimizers exp does not call"
     fix = (
-        f"To train this class unchanged, select it by module instead of model: 'module={{_target_: {kind}}}'. Move its "
+        f"To train this class unchanged, set the key module instead of model: 'module={{_target_: {kind}}}'. Move its "
         "YAML file from conf/model to conf/module. To train only its network, name the class of the network"
     )
     return ErrorDetails("model._target_", got, "a network, which is a plain torch.nn.Module", fix)

@@ -149,7 +149,7 @@ def resolve_function(dotted: str, *, allow: Sequence[str] = ()) -> Any:
         TargetError: The name is not allowed, or cannot be resolved.
     """
     if dotted in FUNCTIONS:
-        fix = "Remove the declaration: a program calls functions of torch by name"
+        fix = "Remove the declaration, because a forward program calls functions of torch by name"
         raise TargetError(f"{dotted}, a function of torch", "a function of yours", fix)
     value = resolve(dotted, returns=("builtins.object",), allow=allow)
     if inspect.isclass(value):
@@ -275,7 +275,7 @@ def _require_function(dotted: str, value: Any, *, home: str, returns: Sequence[s
     if home in LISTED.values() or home in LISTED_CLASSES.values():
         raise TargetError(got, "a class", wrap)
     if not returns:
-        raise TargetError(got, "a class: functions may make only a model, a layer, a loss or a data set", wrap)
+        raise TargetError(got, "a class, because functions may make only a model, a layer, a loss or a data set", wrap)
     if not (inspect.isfunction(value) or inspect.ismethod(value)):
         raise TargetError(f"{dotted}, a {type(value).__name__}", "a class, or a function in Python")
     _require_home(dotted, value, home=home)

@@ -88,7 +88,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         ConfigError: The text is not YAML, or exceeds the limits.
     """
     if len(text) > MAX_BYTES:
-        raise _error(name, f"{len(text)} characters", f"at most {MAX_BYTES}")
+        raise _error(name, f"{len(text)} characters", f"at most {MAX_BYTES} characters")
     try:
         loader = _loader(fast=sum(map(text.count, "[{-?")) < MAX_FAST_SIGNS)(text)
         root = loader.get_single_node()
@@ -232,7 +232,7 @@ def _check(name: str, root: yaml.Node) -> None:
 
     size = size_of(root, "", ())
     if size > MAX_NODES:
-        raise _error(name, f"{size} nodes after its anchors are expanded", f"at most {MAX_NODES}")
+        raise _error(name, f"{size} nodes after its anchors are expanded", f"at most {MAX_NODES} nodes")
     raise_errors(errors)
 
 

@@ -91,7 +91,7 @@ class Passes:
             found = self._items(epoch)
         wrong = self._judge(found) if found else ("no items", "at least one sample or batch")
         if self.length and len(found) != self.length:
-            wrong = f"{len(found)} items", f"{self.length} as in epoch 0"
+            wrong = f"{len(found)} items", f"{self.length} items, as in epoch 0"
         if wrong is not None:
             got = f"{type(self._sampler).__name__}, which returns {wrong[0]} in epoch {epoch}"
             if not self.length:
@@ -182,7 +182,7 @@ class SampledBatches(EpochBatches):
         seen: list[int] = []
         for batch in found:
             if not isinstance(batch, list | tuple) or not batch:
-                return f"{batch!r}", "lists of indices. A sampler that returns single indices belongs in data.sampler"
+                return f"the item {batch!r}", "lists of indices. Set data.sampler for a sampler of single indices"
             if error := _wrong_index(batch, samples=self._samples):
                 return error
             seen += batch
@@ -199,7 +199,7 @@ def _wrong_index(found: Sequence[Any], *, samples: int) -> tuple[str, str] | Non
     """
     for index in found:
         if not hasattr(index, "__index__") or not 0 <= index < samples:
-            return f"{index!r}", f"integers from 0 to {samples - 1}, the indices of samples"
+            return f"the index {index!r}", f"integers from 0 to {samples - 1}, the indices of samples"
     return None
 
 

@@ -76,7 +76,7 @@ class CsvSource(Source):
         require_sample(len(first) - dialect.header, file)
         names = [name.strip() for name in first[0]] if dialect.header else list(map(str, range(len(first[0]))))
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            got = f"{file} with the name {', '.join(twice)} twice"
+            got = f"{file} with several columns named {', '.join(twice)}"
             raise data_error("dataset.path", got=got, expected="a first line with a different name for each column")
         super().__init__(file=file, names=names, missing=Missing.of(missing_values, decimal=dialect.decimal))
 
@@ -97,7 +97,7 @@ class CsvSource(Source):
                 sign = self.dialect.delimiter
                 got = f"{len(row)} values in line {line} of {self.file}"
                 fix = (
-                    f"The delimiter is {sign!r}. Set data.dataset.delimiter if the file has another"
+                    f"The delimiter is {sign!r}. Set data.dataset.delimiter if the file has another delimiter"
                     if len(row) == 1
                     else None
                 )

@@ -357,7 +357,7 @@ def read_spec(
     # If samples have no value named `target`, no error is raised, because objective terms and metrics may use targets
     # with other names.
     if outputs is None and target is not None:
-        got = "null, although the data set does not state the number"
+        got = "null, although the data set does not state the number of classes"
         raise data_error("num_classes", got=got, expected="the number of classes, or data.num_outputs for a regression")
     # Values of other dtypes are not inputs of the network, and neither are values that are empty in the first sample,
     # such as boxes. Objective terms and hooks can use them.

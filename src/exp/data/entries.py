@@ -73,8 +73,8 @@ def by_name(data: object, names: Sequence[str] = ()) -> object:
     if not names:
         return data
     if len(values) not in (len(names), len(names) + 1):
-        got = f"{', '.join(names)}, although samples have {len(values)} values"
-        raise data_error("inputs", got=got, expected="a name for each value except the last, the target")
+        got = f"the names {', '.join(names)}, although samples have {len(values)} values"
+        raise data_error("inputs", got=got, expected="a name for each value except the last value, the target")
     return dict(zip((*names, TARGET), values, strict=False))
 
 
@@ -113,7 +113,7 @@ def inputs_in(data: object) -> dict[str, Tensor]:
         ConfigError: The batch has no input tensor, or is a tuple of more than two values.
     """
     if isinstance(data, tuple | list) and len(data) > 2:
-        expected = "the names of all values except the last, the target"
+        expected = "the names of all values except the last value, the target"
         fix = "For example, set data.inputs: {image: {shape: [3, 32, 32], dtype: float32}, table: {...}}"
         raise data_error("inputs", got=f"null, although samples have {len(data)} values", expected=expected, fix=fix)
     entries = {name: value for name, value in named_entries(data).items() if name != TARGET}

@@ -207,12 +207,12 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         raise_errors([*errors, *self._size_errors(sizes)])
 
     def _size_errors(self, sizes: Mapping[tuple[int, int], str]) -> Iterator[ErrorDetails]:
-        shown = [f"{file} has {height} x {width}" for (width, height), file in sizes.items()]
+        shown = [f"{file} has {height} x {width} pixels" for (width, height), file in sizes.items()]
         if self.form.crop is not None:
             height, width = self.form.crop
             small = [text for text, size in zip(shown, sizes, strict=True) if size[0] < width or size[1] < height]
             if small:
-                got = f"{height} x {width}, although {small[0]} pixels"
+                got = f"{height} x {width}, although {small[0]}"
                 fix = "Enlarge the pictures with data.dataset.resize"
                 yield data_detail("dataset.crop", got=got, expected="at most the size of the smallest picture", fix=fix)
         elif len(sizes) > 1 and not self.any_size:

@@ -182,7 +182,7 @@ class Tensors(Dataset[Entries]):
         self.num_classes, self.num_outputs = num_classes, num_outputs
         lengths = {len(tensor) for tensor in tensors_of(entries)}
         if len(lengths) != 1:
-            raise ValueError(f"the tensors hold {sorted(lengths)} samples; expected one length")
+            raise ValueError(f"the tensors have the lengths {sorted(lengths)}; expected equal lengths")
 
     def __len__(self) -> int:
         return len(tensors_of(self.entries)[0])

@@ -70,7 +70,7 @@ class JointTransform(SampleTransform):
             values = found if isinstance(found, tuple | list) and len(self.names) > 1 else (found,)
             if len(values) != len(self.names):
                 names = ", ".join(self.names)
-                raise TypeError(f"{_name(self.transform)} returns {len(values)} values; expected one each for {names}")
+                raise TypeError(f"{_name(self.transform)} returns {len(values)} values; expected values for {names}")
             found = dict(zip(self.names, values, strict=True))
         changed = {**named, **found}
         if isinstance(by_name(sample, self.inputs), Mapping) or changed.keys() != named.keys():
@@ -118,7 +118,7 @@ class V2Transform(SampleTransform):
         sizes = {name: value.shape[-2:] for name, value in named if isinstance(value, Tensor) and value.dim() > 1}
         alike = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1]
         if len(alike) > 1:
-            got = f"{_name(self.transform)}, which would change only one of {' and '.join(alike)}, of the same size"
+            got = f"{_name(self.transform)}, which would change only one of {' and '.join(alike)} of equal sizes"
             fix = "Return torchvision.tv_tensors from the data set, because the transform ignores other plain tensors"
             raise data_error("transforms", got=got, expected="samples with tv_tensors, such as Image and Mask", fix=fix)
 

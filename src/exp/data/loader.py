@@ -64,7 +64,7 @@ class Loader(ABC):
         length = self._length()
         if epoch < 0 or batch < 0 or (length is not None and batch > length):
             raise RunError(
-                f"data: the run would continue at batch {batch} of epoch {epoch}, although {self.stage} has {length} "
+                f"data: the run would resume at batch {batch} of epoch {epoch}, although {self.stage} has {length} "
                 f"batches; expected the data and the data.batch_size of the checkpoint's run"
             )
         self._position = (epoch, batch)

@@ -163,7 +163,7 @@ class CsvShard(ShardFile):
         row = cast(list[str], record.held)
         if len(row) != len(self.names):
             raise self.damage_error(
-                record.number, f"{len(row)} values in {record}, and {len(self.names)} in the first line"
+                record.number, f"{len(row)} values in {record}, but {len(self.names)} names in the first line"
             )
         return _select(dict(zip(self.names, row, strict=True)), wanted)
 

@@ -106,7 +106,7 @@ class Shards(Dataset[object]):
             ConfigError: `sizes` are not the default sizes.
         """
         if dict(sizes) != dict(DEFAULT_SIZES):
-            got, expected = "sizes, although data.dataset.files has the files of each split", "null"
+            got, expected = "sizes of splits, although data.dataset.files lists the files of each split", "null"
             raise data_error("parts", got=got, expected=expected, fix="Set data.parts=null")
         return {
             stage: ShardStream(files=self.files[stage], fields=self.fields) for stage in STAGES if stage in self.files

@@ -100,7 +100,7 @@ class SplitRules:
             raise data_error("split.fold", got=str(rules.fold), expected=expected)
         if rules.column is not None and rules != cls(column=rules.column):
             got = f"{rules.column}, although other rules are set"
-            raise data_error("split.column", got=got, expected="no other rules")
+            raise data_error("split.column", got=got, expected="null, or no other rules in data.split")
         return rules
 
 

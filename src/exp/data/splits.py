@@ -64,7 +64,7 @@ def make_splits(
         expected = "a data set, or a data set for each split in data.train, data.val and data.test"
         raise data_error("dataset", got="null", expected=expected)
     if dataset is None and choose is not None:
-        got, expected = "rules, although each split has a data set", "rules only for data.dataset, which they divide"
+        got, expected = "rules, although each split has a data set", "null, because rules divide only data.dataset"
         raise data_error("split", got=got, expected=expected)
     if dataset is not None:
         # The default sizes contain only the splits that are not in `given`.
@@ -207,8 +207,8 @@ def divide(
     wanted = read_sizes(sizes)
     own: Mapping[Stage, AnyDataset] = getattr(dataset, "own_parts", {})
     if choose is not None and (own or isinstance(dataset, Splittable | IterableDataset)):
-        got = f"rules, although {type(dataset).__name__} defines its splits or is a stream"
-        raise data_error("split", got=got, expected="a data set that has an index and does not define its splits")
+        got = f"rules, although {type(dataset).__name__} is a stream or defines its own splits"
+        raise data_error("split", got=got, expected="a data set that has an index and does not define its own splits")
     if isinstance(dataset, Splittable):
         return dict(dataset.divide(wanted))
     if own and list(wanted.values()) != [1.0]:  # A single split of size 1.0 is the whole data set.

@@ -128,7 +128,7 @@ def trained_table(
     refuse_unknown_columns(source.file, source.names, {"path": [*numbers, *words]})
     place = {name: source.names.index(name) for name in (*numbers, *words)}
     forms = {**statistics.get("dates", {}), **date_forms(dates)}
-    fix = "The run did not impute missing values (data.dataset.impute=null): fill it in"
+    fix = "Fill in the value, because the run did not impute missing values (data.dataset.impute=null)"
     found = source.read(
         numbers=[place[name] for name in numbers],
         days={place[name]: form for name, form in forms.items() if name in place},
@@ -303,7 +303,7 @@ class UnlabelledArrays(Tensors):
         columns = read_columns(file)
         columns = {only: next(iter(columns.values()))} if only and len(columns) == 1 else columns
         if missing := [name for name in specs if name not in columns]:
-            got = f"{path} with {', '.join(columns)}, and no {', '.join(missing)}"
+            got = f"{path} with {', '.join(columns)}, but without {', '.join(missing)}"
             expected = f"an array [N, ...] for each input of the network: {', '.join(specs)}"
             raise data_error("dataset.path", got=got, expected=expected)
         entries = {

@@ -140,7 +140,7 @@ class Windows(Dataset[object]):
             raise data_error("", got=got, expected=expected, fix=fix)
         if not len(self):
             got = f"{self.length} with a horizon of {self.horizon}, although a split has only {len(self.values)} rows"
-            expected = f"a sum of at most {len(self.values)}"
+            expected = f"a sum of length and horizon of at most {len(self.values)}"
             fix = "Shorten the window, or enlarge the split in data.parts"
             raise data_error("dataset.length", got=got, expected=expected, fix=fix)
         rows = torch.from_numpy(self.values)
@@ -202,7 +202,7 @@ def series_of(source: Source, names: Sequence[str], *, text_fix: str = "") -> np
         ConfigError: A value is missing or not a number.
     """
     places = [source.column(name, key="dataset.path") for name in names]
-    fixes, text_fixes = (dict.fromkeys(places, fix) for fix in ("Fill it in", text_fix))
+    fixes, text_fixes = (dict.fromkeys(places, fix) for fix in ("Fill in the missing value", text_fix))
     return source.read(numbers=places, fixes=fixes, text_fixes=text_fixes).numbers
 
 
@@ -210,7 +210,7 @@ def _require_order(source: Source, name: str) -> None:
     column = source.column(name, key="dataset.time")
     first = next(filter(None, source.texts(column)), "")
     days: Days = {column: None} if finite_number(first) is None else {}
-    instants = source.read(numbers=[column], days=days, fixes={column: "Fill it in"}).numbers
+    instants = source.read(numbers=[column], days=days, fixes={column: "Fill in the missing value"}).numbers
     wrong = np.flatnonzero(np.diff(instants[:, 0]) <= 0)
     if wrong.size:
         raise data_error(

@@ -209,7 +209,7 @@ class SampleSource(Dataset["Sample | ExpError"]):
     def _set_epoch(self, epoch: int) -> None:
         set_epochs(self._epochs, epoch, seed=self.seed)
         if len(self) != self._length:
-            got = f"{len(self)} samples in epoch {epoch}, and {self._length} before"
+            got = f"{len(self)} samples in epoch {epoch}, but {self._length} samples before"
             raise data_error(self.stage, got=got, expected="the same number of samples in every epoch")
 
     def name_of(self, index: int) -> str:

@@ -243,7 +243,7 @@ def test_leaks_and_repeats_are_reported(place: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "leak: samples of test that are in train: 3, first test 1 = train 7" in told
     assert "leak: samples of test that are in val: 1, first test 2 = val 1" in told
-    assert "repeated: samples of val that are in it more than once: 1, first val 3 = val 0" in told
+    assert "repeated: samples of val that are in this split more than once: 1, first val 3 = val 0" in told
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("tuple", 0), ("mapping", 2)])

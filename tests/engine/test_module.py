@@ -181,7 +181,9 @@ def test_a_network_is_called_with_its_names() -> None:
     for network in (linear, nn.Sequential(linear), wrapped):
         assert network_call(network)(network, batch).shape == (1, 1)
     assert network_call(wrapped, ("image",))(wrapped, {"image": batch["input"]}).shape == (1, 1)
-    with pytest.raises(RunError, match=r"the batch has \['x', 'y'\].*forward takes \['input', 'right'\]"):
+    with pytest.raises(
+        RunError, match=r"the batch has inputs \['x', 'y'\].*forward has parameters \['input', 'right'\]"
+    ):
         network_call(ByName())(ByName(), {"x": torch.ones(1), "y": torch.ones(1)})
 
 

@@ -201,7 +201,7 @@ def test_tied_parameters_stay_together_or_are_refused():
     network = SequentialModel(layers={"first": first, "middle": nn.Linear(6, 6), "last": last, "head": nn.Linear(6, 2)})
     parts = split(network, count=2, layers=None, inputs=())
     assert [part.layers for part in parts.parts] == [("first", "middle", "last"), ("head",)]
-    with pytest.raises(ConfigError, match="first, middle, last in parts 0, 1; expected one part for a layer"):
+    with pytest.raises(ConfigError, match="first, middle, last in lists 0, 1; expected one list for these layers"):
         split(network, count=2, layers=[["first"], ["middle", "last", "head"]], inputs=())
 
 
@@ -209,7 +209,7 @@ def test_a_layer_that_runs_twice_stays_in_one_part():
     network = lines({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6), "c": nn.Linear(6, 6)}, "return c(a(b(a(x))))")
     parts = require_equal_to_the_whole(network, 2, torch.randn(2, 6))
     assert [part.layers for part in parts.parts] == [("a", "b"), ("c",)]
-    with pytest.raises(ConfigError, match="a, b in parts 0, 1; expected one part for a layer that runs several times"):
+    with pytest.raises(ConfigError, match="a, b in lists 0, 1; expected one list for these layers"):
         split(network, count=2, layers=[["a"], ["b", "c"]], inputs=())
 
 

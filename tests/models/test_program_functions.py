@@ -114,8 +114,8 @@ def test_the_wall_of_targets_stands_before_functions(mine: str, dotted: object, 
         ("return swapped, head(x)", "is used as a value"),
         ("return swapped(head)", "`head` is a layer"),
         ("swapped = x\nreturn swapped", "`swapped` would be overwritten"),
-        ("return swapped(x).__class__", "`.__class__` is not on the list"),
-        ("return swapped.__globals__, head(x)", "`.__globals__` is not on the list"),
+        ("return swapped(x).__class__", "`.__class__` is not allowed in a program"),
+        ("return swapped.__globals__, head(x)", "`.__globals__` is not allowed in a program"),
         ("return swaped(x)", "expected `swapped`"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_function_is_called_and_nothing_else(text: str, words: str) -> None:
 
 
 def test_names_that_clash_are_refused() -> None:
-    with pytest.raises(ProgramError, match="`x` is the name of two things"):
+    with pytest.raises(ProgramError, match="two values or layers are called `x`"):
         ModuleDictModel(layers={}, forward="return x(x)", functions={"x": swapped})
     with pytest.raises(ConfigError, match="a function, or a torch"):
         ModuleDictModel(layers={}, forward="return f(x)", functions={"f": nn.Linear(2, 2)})

@@ -116,9 +116,9 @@ def test_a_statement_that_leaves_the_list_is_refused(statement: str) -> None:
             "x = linears[0](x)\nx = head(x).flaten(1)\nreturn x",
             2,
             5,
-            "`.flaten` is not on the list; expected `flatten`",
+            "`.flaten` is not allowed in a program; expected `flatten`",
         ),
-        ("return head(torch.rellu(x)) + linears", 1, 13, "`torch.rellu` is not on the list; expected `relu`"),
+        ("return head(torch.rellu(x)) + linears", 1, 13, "`torch.rellu` is not allowed in a program; expected `relu`"),
         ("return F.softmaxx(head(x), 1) * linears", 1, 8, "expected `softmax`"),
         ("x = head(linears)", 1, 1, "returns nothing"),
         ("x = head(x\nreturn linears", 1, 9, "never closed"),
@@ -164,10 +164,10 @@ def test_an_error_survives_pickling() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"inputs": ["head"]}, "`head` is the name of two things"),
+        ({"inputs": ["head"]}, "two values or layers are called `head`"),
         ({"inputs": ["a b"]}, "an input is called `a b`"),
         ({"inputs": ["self"]}, "an input is called `self`"),
-        ({"constants": ["linears"]}, "`linears` is the name of two things"),
+        ({"constants": ["linears"]}, "two values or layers are called `linears`"),
     ],
 )
 def test_names_that_clash_are_refused(names: dict, words: str) -> None:

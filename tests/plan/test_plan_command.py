@@ -222,7 +222,7 @@ def test_unknown_figures_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lit.places[0].activations is None
     assert any("your training_step" in note for note in lit.notes)
     branching = planned("model=branching", "launch.accelerator=cpu")
-    assert any("taken as 1" in note for note in branching.notes)
+    assert any("assumes 1" in note for note in branching.notes)
     # The layer keeps its input, and the product keeps the output of the layer.
     assert branching.places[0].activations >= 4 * 64 * (64 + 10)
     numbers = planned("model=numbers", "launch.accelerator=cpu")

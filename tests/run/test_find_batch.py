@@ -77,7 +77,7 @@ def test_the_search_continues_below_a_size_without_memory(name: str, commands, p
     ("words", "message"),
     [
         (["model._target_=mine.Wrong", "--memory", "20GiB"], "more than I can count"),
-        (["data.batch_size=1", "--memory", "1MiB"], "not even one sample fits: 1 "),
+        (["data.batch_size=1", "--memory", "1MiB"], "not even one sample fits into the memory: 1 "),
     ],
     ids=["another error", "too little memory"],
 )

@@ -89,7 +89,7 @@ def test_best_last_and_other_checkpoints(trained):
     shutil.copy(run.directory / "checkpoints" / "best.ckpt", "moved.ckpt")
     moved = exp.load("moved.ckpt")
     assert same(moved.network().state_dict(), run.network("best").state_dict())
-    with pytest.raises(RunError, match=r"moved\.ckpt is not in a run directory, which would have report\.json"):
+    with pytest.raises(RunError, match=r"moved\.ckpt is not in a run directory, so that report\.json"):
         _ = moved.report
 
 

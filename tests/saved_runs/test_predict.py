@@ -270,7 +270,7 @@ def test_outputs_that_cannot_be_written_are_refused(pets_directory, pets, write_
     before = Path("same.csv").read_bytes()
     is_input = "which is the input; expected another file"
     for given, output, message in (
-        ("same.csv", "answers.xlsx", "a file in .npz, .csv, .jsonl"),
+        ("same.csv", "answers.xlsx", "a file name that ends in .npz, .csv, .jsonl"),
         ("same.csv", "nowhere/answers.csv", "mkdir -p nowhere"),
         ("same.csv", "same.csv/answers.csv", "whose folder does not exist"),
         ("missing.csv", "answers.csv", "which does not exist"),

@@ -239,10 +239,14 @@ def _row(group: str, title: str, options: Sequence[str]) -> list[str]:
 def _flag_errors(arguments: argparse.Namespace) -> Iterator[ErrorDetails]:
     if arguments.package is not None and arguments.cfg is None:
         fix = f"Write --cfg job --package {arguments.package}"
-        yield command_line_error("--package", "without --cfg", "--cfg job, whose output --package limits", fix)
+        yield command_line_error(
+            "--package", "without --cfg", "--cfg job, because --package selects a part of its output", fix
+        )
     if arguments.resolve and arguments.cfg is None:
         fix = "Write --cfg job --resolve"
-        yield command_line_error("--resolve", "without --cfg", "--cfg job, whose values --resolve resolves", fix)
+        yield command_line_error(
+            "--resolve", "without --cfg", "--cfg job, because --resolve replaces ${...} in its output", fix
+        )
     modes = {"--run": arguments.run, "--multirun": arguments.multirun, "--cfg": arguments.cfg is not None}
     used = [flag for flag, is_used in modes.items() if is_used]
     if len(used) > 1:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status of exp.train.
     """
     parser = argparse.ArgumentParser(prog="python -m exp.fork", description=main.__doc__)
-    parser.add_argument("parent", metavar="RUN@STEP", help="a run directory and a step of it that has a checkpoint")
+    parser.add_argument("parent", metavar="RUN@STEP", help="a run directory, @ and a step that has a checkpoint")
     parser.add_argument("overrides", nargs="*", help="changes of the fork, such as optimizer.lr=1e-4 seed=1")
     arguments = parser.parse_args(argv)
     from exp.run_report import print_report
@@ -129,7 +129,7 @@ def _unfit_errors(state: State, changed: Changed, now: Mapping[str, Any]) -> Ite
 
     values = [key for key in changed if key.startswith("optimizer.")]
     if values and now["phases"]:
-        yield not_supported_with(values[0], "a changed value in a fork", "phases", "the value of the parent run")
+        yield not_supported_with(values[0], "a changed value in a fork", "phases in the run", "the parent run's value")
     for key in values if not now["phases"] else ():
         name = key.removeprefix("optimizer.")
         groups = [group for one in state["optimizer_states"] for group in one["param_groups"]]

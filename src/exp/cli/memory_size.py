@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-EXPECTED = f"a number and {', '.join(UNITS)}"
+EXPECTED = f"a number and a unit of {', '.join(UNITS)}"
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 

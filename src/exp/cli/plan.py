@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     words = read_words(own)
     if arguments.multirun:
-        raise config_error("--multirun", got="several runs", expected="one", fix="Leave -m out")
+        raise config_error("--multirun", got="several runs", expected="one run", fix="Leave -m out")
     with survive_output_errors():
         _print(arguments, words)
     return 0
@@ -91,7 +91,7 @@ def read_words(texts: Sequence[str]) -> Words:
     ]
     memory = memory_bytes(given["memory"]) if "memory" in given else None
     if "memory" in given and memory is None:
-        errors.append(command_line_error("memory", given["memory"], f"{EXPECTED}: 80GiB"))
+        errors.append(command_line_error("memory", given["memory"], f"{EXPECTED}, such as 80GiB"))
     raise_errors(errors)
     return Words(
         device=given.get("device"),
@@ -235,7 +235,9 @@ def _search(plan: Plan, planner: Planner, *, limit: int | None) -> None:
         raise config_error("search", got="true, but the time of a step is unknown", expected=expected)
     found = search(plan, limit=limit, other=planner.other)
     if not found.fitting:
-        raise RunError(f"no configuration fits: {found.too_large} are too large, and {found.refused} have errors")
+        raise RunError(
+            f"no configuration fits: {found.too_large} need too much memory, and {found.refused} have errors"
+        )
     best = dict(text.split("=", 1) for text in found.fitting[0].overrides)
     print(ways(found))
     print(with_values(planner.arguments.overrides, best))

@@ -30,7 +30,7 @@ def refuse_place(path: Path, *, given: Path) -> None:
     """
     fix = None
     if path.suffix not in FORMATS:
-        got, expected = str(path), f"a file in {', '.join(FORMATS)}"
+        got, expected = str(path), f"a file name that ends in {', '.join(FORMATS)}"
     elif not path.absolute().parent.is_dir():
         got, expected = f"{path}, whose folder does not exist", "a file in an existing folder"
         fix = f"mkdir -p {path.parent}"

@@ -39,11 +39,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m exp.resume", description=main.__doc__)
     parser.add_argument("run", type=Path, help="a run directory, outputs/<name>/<date>/<time>")
-    parser.add_argument("overrides", nargs="*", help="added to those of the run, such as trainer.max_epochs=60")
+    parser.add_argument("overrides", nargs="*", help="more overrides of the run, such as trainer.max_epochs=60")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="train again from the second-to-last checkpoint to the last, elsewhere, and compare the states",
+        help="repeat the training from the second-to-last checkpoint in a new directory, and compare the results",
     )
     trust = "with --verify: a package whose classes the config may name, as in security.allow"
     parser.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help=trust)
@@ -79,7 +79,7 @@ def resume(run: Path, overrides: Sequence[str]) -> int:
     from exp.files import is_locked
 
     if is_locked(run / "config.yaml"):
-        raise RunError(f"{run} is still running. Wait for its end, or stop it: after SIGTERM it saves its state")
+        raise RunError(f"{run} is still running. Wait for its end, or send SIGTERM: the run then saves a checkpoint")
     found = newest_of(run)
     for note in found.notes:
         print(note, file=sys.stderr)

@@ -60,7 +60,7 @@ def read_arguments(
         elif key in keys and sign:
             values[key] = _unquote(given)
         elif text.startswith("-") or (not sign and not text.startswith("~")):
-            fix = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help shows them"
+            fix = f"Write run={text}" if "run" in keys and not text.startswith("-") else "--help lists the keys"
             expected = f"key=value, such as {among(f'{key}=...' for key in keys)}"
             errors.append(command_line_error(text, text, expected, fix))
         else:

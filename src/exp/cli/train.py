@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from exp.sweeps.job import JobProcesses
 
 
-@command(interrupted="interrupted at once; a run that had begun has its last checkpoint to resume from")
+@command(interrupted="interrupted at once; if the run had begun, resume it from its last checkpoint")
 def main(argv: Sequence[str]) -> int:
     """Train one run, or with -m all jobs of a sweep.
 

@@ -16,7 +16,7 @@ def main() -> NoReturn:
     """Run one rank, and end the process."""
     parser = argparse.ArgumentParser(prog="python -m exp.worker", description=__doc__)
     parser.add_argument("directory", type=Path, help="a run directory with a frozen config.yaml")
-    parser.add_argument("--resume", type=Path, default=None, help="the checkpoint to resume, instead of the config's")
+    parser.add_argument("--resume", type=Path, default=None, help="the checkpoint to resume; default: as in the config")
     parser.add_argument(
         "--allow",
         action="append",

@@ -11,18 +11,18 @@ from exp.spelling import find_nearest
 
 NEEDS = {
     "whole_parameters": "each rank holds whole weights and whole gradients",
-    "whole_outputs": "what a layer returns is whole, and so is the gradient that flows back into it",
+    "whole_outputs": "each rank has whole layer outputs and the whole gradients of these outputs",
     "all_layers": "each rank runs every layer, on whole micro-batches",
     "one_rank": "one rank sees the whole batch",
     "one_thread": "no replicas run at once in threads of one process",
-    "own_backward": "the backward and the optimizer's step are the run's own, not a foreign engine's",
+    "own_backward": "exp runs the backward and the optimizer step, not another engine such as DeepSpeed",
     "gradient_flow": "gradients can be changed while they flow back",
     "one_objective": "one objective trains the whole network in each step",
     "one_batch_a_step": "an optimizer step sees one micro-batch",
     "one_step_a_call": "Lightning's own loop makes each step; without it nothing is refused",
-    "known_values": "what the network was given and returned is known by name",
-    "known_step": "a step's forward and backward can be run again, apart from the run",
-    "vmap": "torch.func.vmap understands every layer",
+    "known_values": "the inputs and outputs of the network are known by name",
+    "known_step": "the forward and backward of a step can be repeated outside the run",
+    "vmap": "torch.func.vmap supports every layer",
     "float32": "the network computes in float32 or more",
 }
 

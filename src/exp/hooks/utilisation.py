@@ -116,7 +116,7 @@ class Utilisation:
 
 
 def _raise_without_config(data: object) -> FlopCount:
-    raise NotImplementedError("this hook was made without a run's config")
+    raise NotImplementedError("the hook was built without the config of a run")
 
 
 TERA = 1e12

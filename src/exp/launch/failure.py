@@ -176,6 +176,6 @@ def first_cause(failures: Sequence[Failure], *, silent: Sequence[int]) -> Failur
     first = min(failures, key=lambda failure: (failure.kind == "peer", failure.time))
     if first.kind == "peer" and silent and TIMEOUT.search(first.reason):
         names = ", ".join(map(str, silent))
-        reason = f"does not respond (no response: {names}). Rank {first.rank} waited for it and {first.reason}"
+        reason = f"does not respond (silent ranks: {names}). Rank {first.rank} waited for this rank and {first.reason}"
         return dataclasses.replace(first, rank=silent[0], reason=reason, detail="")
     return first

@@ -181,7 +181,7 @@ class ProgramModel(nn.Module):
 
     def _fold(self) -> str:
         if type(self) not in _FOLDING.values():
-            expected = "a program that wires the layers"
+            expected = "a program that calls the layers"
             fix = "For example:  forward: |  and, indented on the next line,  return head(encoder(x))"
             raise config_error("forward", got="no forward program", expected=expected, fix=fix)
         steps = []

@@ -122,7 +122,7 @@ def network_call(network: nn.Module, inputs: Sequence[str] = INPUT) -> NetworkCa
             given.pop(only, None)
             return run(data[only], **given)
         raise RunError(
-            f"the batch has {sorted(data)}, and the network's forward takes {list(names)}; expected a common name, "
+            f"the batch has inputs {sorted(data)}, and forward has parameters {list(names)}; expected a common name, "
             "or a single input in data.inputs"
         )
 

@@ -92,7 +92,8 @@ class Split:
         bound = {**dict(zip(self.inputs, arguments, strict=False)), **named}
         missing = [name for name in self.inputs if name not in bound and self.inputs[name] is inspect.Parameter.empty]
         if missing or len(arguments) > len(self.inputs):
-            raise TypeError(f"the network takes {', '.join(self.inputs)}; got {len(arguments)} and {sorted(named)}")
+            got = f"{len(arguments)} positional arguments and the keyword arguments {sorted(named)}"
+            raise TypeError(f"the network has the inputs {', '.join(self.inputs)}; got {got}")
         return {name: bound.get(name, default) for name, default in self.inputs.items()}
 
 
@@ -317,8 +318,8 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
     found: dict[str, int] = {}
     errors = list(_name_errors(units, layers, found))
     if len(layers) != count:
-        got = f"{len(layers)} part{'s' if len(layers) != 1 else ''}"
-        errors.append(ErrorDetails(KEY, got, f"{count} parts, each a list of layers"))
+        got = f"{len(layers)} list{'s' if len(layers) != 1 else ''} of layers"
+        errors.append(ErrorDetails(KEY, got, f"{count} lists, one for each part of the network"))
     part = 0
     for unit in units:
         # A unit without parameters that no pattern matches is in the part of the unit before it.
@@ -340,26 +341,26 @@ def _name_errors(units: Sequence[Unit], layers: Patterns, found: dict[str, int])
                 yield ErrorDetails(f"{KEY}.{part}", repr(pattern), f"a pattern that matches one of the layers {known}")
             for name in matches:
                 if found.setdefault(name, part) != part:
-                    got = f"{name} in part {found[name]} and in part {part}"
-                    yield ErrorDetails(f"{KEY}.{part}", got, "each layer in one part")
+                    got = f"the layer {name} in list {found[name]} and in list {part}"
+                    yield ErrorDetails(f"{KEY}.{part}", got, "each layer in one list")
     missing = [unit.name for unit in units if unit.tensors and unit.name not in found]
     if missing:
-        got = f"no part for {among(missing, count=20)}"
-        yield ErrorDetails(KEY, got, "every layer with parameters in one of the parts")
+        got = f"no list with {among(missing, count=20)}"
+        yield ErrorDetails(KEY, got, "every layer with parameters in one of the lists")
 
 
 def _order_errors(units: Sequence[Unit], found: Mapping[str, int]) -> Iterator[ErrorDetails]:
     order = among([one.name for one in units], count=20)
     for before, unit in itertools.pairwise(units):
         if found[before.name] > found[unit.name]:
-            got = f"{unit.name} in part {found[unit.name]}, after {before.name} in part {found[before.name]}"
-            yield ErrorDetails(KEY, got, f"parts in the order in which the layers run: {order}")
+            got = f"{unit.name} in list {found[unit.name]}, and the earlier {before.name} in list {found[before.name]}"
+            yield ErrorDetails(KEY, got, f"lists in the order in which the layers run: {order}")
     for block in _blocks(units):
         parts = sorted({found[unit.name] for unit in block})
         if len(parts) > 1:
             names = among([unit.name for unit in block], count=20)
-            expected = "one part for a layer that runs several times, or shares a parameter, and all layers in between"
-            yield ErrorDetails(KEY, f"{names} in parts {', '.join(map(str, parts))}", expected)
+            expected = "one list for these layers, because a layer runs several times or layers share a parameter"
+            yield ErrorDetails(KEY, f"{names} in lists {', '.join(map(str, parts))}", expected)
 
 
 def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
@@ -369,7 +370,7 @@ def _balance(units: Sequence[Unit], count: int) -> dict[str, int]:
     most = sum(size > 0 for size in sizes)
     if most < count:
         names = among([unit.name for unit in units if unit.bytes], count=20)
-        expected = f"at most {most}: the layers with parameters that can be separated are {names}"
+        expected = f"at most {most} parts: the layers with parameters that can be separated are {names}"
         raise config_error(KEY, got=f"{count} parts", expected=expected, fix="Parts consist of whole layers")
     starts = _cuts(sizes, count)
     return {

@@ -136,7 +136,7 @@ def _check_names(names: Names, error: ErrorAt) -> None:
     for name in sorted(set(taken)):
         if taken.count(name) > 1:
             expected = "different names for inputs, layers, constants and functions"
-            raise error(start, f"`{name}` is the name of two things", expected)
+            raise error(start, f"two values or layers are called `{name}`", expected)
 
 
 class _Checker(ast.NodeVisitor):
@@ -184,7 +184,7 @@ class _Checker(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute, *, called: bool = False) -> None:
         if not isinstance(node.ctx, ast.Load):
-            self.refuse(node, f"`.{node.attr}` is assigned to", "an assignment to a variable")
+            self.refuse(node, f"the program assigns to the attribute `.{node.attr}`", "an assignment to a variable")
             return
         prefix = prefix_of(node, self.variables)
         if prefix is not None:
@@ -213,7 +213,7 @@ class _Checker(ast.NodeVisitor):
     def check_listed(self, node: ast.Attribute, written: str, known: Set[str], *, kind: str) -> None:
         if node.attr not in known and not self.is_explained(node, written, node.attr, known):
             expected = nearest_or(node.attr, known, otherwise=f"a {kind} on the list in docs/models.md")
-            self.refuse(node, f"{written} is not on the list", expected)
+            self.refuse(node, f"{written} is not allowed in a program", expected)
 
     def is_explained(self, node: ast.AST, written: str, name: str, known: Set[str]) -> bool:
         """Record an error that gives the reason why a program cannot use a name.
@@ -230,7 +230,7 @@ class _Checker(ast.NodeVisitor):
         found = vocabulary.hint(name, known)
         if found is not None:
             why, expected = found
-            self.refuse(node, f"{written} is not on the list: it {why}", expected)
+            self.refuse(node, f"{written} is not allowed in a program: it {why}", expected)
         return found is not None
 
     def check_target(self, target: ast.expr) -> None:

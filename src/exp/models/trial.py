@@ -393,7 +393,7 @@ class Unknown:
         if name.startswith("_"):  # of Python
             raise AttributeError(name)
         expected = nearest_or(name, METHODS | ATTRIBUTES, otherwise="a method or attribute of docs/models.md")
-        return self._trial.refuse(f"`.{name}` is not on the list of methods and attributes of tensors", expected)
+        return self._trial.refuse(f"`.{name}` is not an allowed method or attribute of a tensor", expected)
 
     def __bool__(self) -> bool:
         message = "a condition that is known only while the network runs"
@@ -412,7 +412,7 @@ class Unknown:
         return iter(())
 
     def __call__(self, *_: object, **__: object) -> Unknown:
-        return self._trial.refuse("a tensor is called", "a layer, a function or a method before the parentheses")
+        return self._trial.refuse("a tensor is called", "a call of a layer, a function or a method")
 
     def __getitem__(self, index: object) -> Unknown:
         return self._trial.compute(index)
@@ -485,7 +485,7 @@ class Layer:
         return self._refuse(f"has no layer or parameter `{name}`", "the name of a layer or parameter inside")
 
     def __bool__(self) -> bool:
-        self._refuse("is a condition", "a condition on constants")
+        self._refuse("is used as a condition", "a condition on constants")
         return True
 
     def __len__(self) -> int:

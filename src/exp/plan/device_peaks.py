@@ -93,13 +93,13 @@ def read_devices(text: str) -> tuple[Device, int | None]:
     """
     found = COUNTED.fullmatch(text.strip())
     if found is None:
-        expected = "a card, or a number and a card such as 64xH100"
+        expected = "the name of a GPU, or a number and a GPU, such as 64xH100"
         raise config_error("device", got="an empty value", expected=expected)
     names = {name.lower().replace(" ", "_"): name for name in _CARDS}
     names |= {short.lower(): card for short, card in SHORT.items()}
     word = found[2].lower().replace(" ", "_")
     if word not in names:
-        expected = f"one of {', '.join(_CARDS)}, or a number and a card such as 64xH100"
+        expected = f"one of {', '.join(_CARDS)}, or a number and such a name, as in 64xH100"
         raise config_error("device", got=text, expected=expected, fix=did_you_mean(word, list(names)))
     count = None if found[1] is None else int(found[1])
     if count is not None and not 0 < count <= MOST_DEVICES:

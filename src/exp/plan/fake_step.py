@@ -266,7 +266,7 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
-ASKED = "the step reads values of tensors, which are taken as 1 or true: other values may select another branch"
+ASKED = "the step reads values of tensors. The plan assumes 1 or true; other values may select another branch"
 FORWARD_UNKNOWN = "activations and FLOPs are not known"
 BACKWARD_UNKNOWN = "gradients and the backward's FLOPs are not known"
 # Types of exceptions that torch and code of users raise if they need the numbers of a fake tensor.

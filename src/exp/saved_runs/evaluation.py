@@ -121,7 +121,7 @@ def _config(run: RunFiles, overrides: Sequence[str]) -> DictConfig:
         return run.config.copy()
     if run.directory is None:
         got = f"{others[0]}, and the checkpoint {run.checkpoint} is not in a run directory"
-        fix = "Leave the override out. The config of the checkpoint is used"
+        fix = "Or leave the override out, so that the config in the checkpoint is used"
         raise config_error(_top(others[0]), got=got, expected="a run directory in run=", fix=fix)
     return compose([_from(run.directory), *overrides])
 

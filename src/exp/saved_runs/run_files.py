@@ -62,7 +62,7 @@ class RunFiles:
         Raises:
             RunError: The run has no scalars, for example because it ran without logger=[tensorboard].
         """
-        events = self._directory("its curves") / "tensorboard"
+        events = self._directory("the file of the curves") / "tensorboard"
         found = read_curves(events, wants=lambda tag: True)
         if not found.by_tag:
             why = "; ".join(found.problems) or "the run had no logger=[tensorboard], or wrote no scalar yet"
@@ -125,7 +125,7 @@ class RunFiles:
             if not path.is_file():
                 raise RunError(f"{path} does not exist; expected best, last, or the path of a checkpoint")
             return path
-        directory = self._directory("its checkpoints")
+        directory = self._directory("the run's other checkpoints")
         found = weights_of_run(directory) if weights is None else directory / CHECKPOINTS / f"{weights}.ckpt"
         if found is None or not found.is_file():
             there = sorted(path.name for path in (directory / CHECKPOINTS).glob("*.ckpt"))
@@ -156,7 +156,7 @@ class RunFiles:
 
     def _directory(self, wanted: str) -> Path:
         if self.directory is None:
-            raise RunError(f"{self.checkpoint} is not in a run directory, which would have {wanted}")
+            raise RunError(f"{self.checkpoint} is not in a run directory, so that {wanted} cannot be found")
         return self.directory
 
 
@@ -167,7 +167,7 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 def _weights(state: State, path: Path, *, averaged: bool) -> Mapping[str, Tensor]:
     if not averaged and CURRENT not in state:
-        raise RunError(f"{path} has no average of weights, because the run has no callbacks=[ema]. Leave out averaged")
+        raise RunError(f"{path} has no average of weights, because the run has no callbacks=[ema]. Leave averaged out")
     weights: Mapping[str, Tensor] = state["state_dict"] if averaged else state[CURRENT]
     return weights
 

@@ -203,8 +203,8 @@ def batch_norm_errors(planned: Blueprint, *, sync_batchnorm: bool) -> Iterator[E
         yield invalid_value(key, True, "false", because="and the network has no batch normalization")
     for name, layer in layers:
         if sync_batchnorm and type(layer) not in BATCH_NORMS:
-            because = f"and {name} is a {type(layer).__name__}, which may compute something else"
-            yield invalid_value(key, True, "only layers of torch.nn.BatchNorm1d, 2d and 3d", because=because)
+            because = f"and {name} is a {type(layer).__name__}, which is not supported"
+            yield invalid_value(key, True, "only BatchNorm1d, BatchNorm2d or BatchNorm3d of torch", because=because)
         elif not sync_batchnorm and isinstance(layer, nn.SyncBatchNorm) and planned.placement.accelerator == "cpu":
             because = f"and {name} is a torch.nn.SyncBatchNorm, which rejects CPU tensors"
             yield invalid_value(key, False, "true, which supports CPU ranks", because=because)

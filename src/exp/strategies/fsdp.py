@@ -237,10 +237,10 @@ def _tied_errors(network: nn.Module, units: Mapping[str, nn.Module]) -> list[Err
 
     Such a weight is not supported, because one unit would gather it while the other unit uses it.
     """
-    expected = "one unit for all layers that share a weight"
+    expected = "one sharded module that contains all layers with this weight"
     fix = "Remove the modules with this weight from strategy.shard"
     return [
-        not_supported_with(SHARD, "two units", f"a shared weight, {' and '.join(names)}", expected, fix)
+        not_supported_with(SHARD, "two sharded modules", f"one weight, called {' and '.join(names)}", expected, fix)
         for names in shared_names(network)
         if len({unit_of(name, units) for name in names}) > 1
     ]

@@ -44,7 +44,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], *, group: dist.Process
         return
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
         raise RunError(
-            "a gradient is sparse; expected dense gradients, which ranks can average. Write sparse: false in its layer"
+            "ranks cannot average sparse gradients; expected dense gradients. Write sparse: false in the Embedding"
         )
     present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
     dist.all_reduce(present, group=group)

@@ -113,12 +113,10 @@ def _dimension_errors(tensor: int, pipeline: int, data: str) -> list[ErrorDetail
     errors = []
     if tensor > 1 and pipeline > 1:
         fix = "Write strategy.tensor=1, or strategy.pipeline=1"
-        errors.append(
-            not_supported_with("pipeline", pipeline, f"tensor={tensor}", "one of the two values to be 1", fix)
-        )
+        errors.append(not_supported_with("pipeline", pipeline, f"tensor={tensor}", "1 for one of the two keys", fix))
     elif tensor == pipeline == 1:
         expected = "2 or more ranks that split one model: strategy.tensor=2 or strategy.pipeline=2"
         errors.append(invalid_value("tensor", tensor, expected, "Or write strategy=ddp", because="and pipeline is 1"))
     if data == "shard" and pipeline > 1:
-        errors.append(not_supported_with("data", "shard", "pipeline", "average, or tensor instead of pipeline"))
+        errors.append(not_supported_with("data", "shard", f"pipeline={pipeline}", "average, which supports pipeline"))
     return errors

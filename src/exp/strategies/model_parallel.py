@@ -122,7 +122,7 @@ class ModelParallel(WholeState):
         self.model_to_device()
         if fitting and not self.holds_every_name:
             if not is_first:
-                raise RunError("the network is already split over the ranks; expected training before evaluation")
+                raise RunError("training cannot follow an evaluation under this strategy. Train before you evaluate")
             self.setup_optimizers(trainer)
         if is_first:
             before = dict(module_of(self).named_parameters())

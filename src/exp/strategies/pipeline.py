@@ -181,10 +181,10 @@ class Pipeline(Strategy):
         count, word = self.microbatches_of(share, ranks), self.schedule_word
         errors = []
         if share < count:
-            expected = f"{count * pipelines} or more, for {count} micro-batches on each of {pipelines} pipelines"
+            expected = f"{count * pipelines} or more: {count} micro-batches on each of {pipelines} pipelines"
             errors.append(invalid_value("data.batch_size", planned.batch_size, expected))
         if self.schedule.needs_filling and count < stages:
-            expected = f"{stages} or more, one per stage, for the schedule {word}"
+            expected = f"{stages} or more, one micro-batch per stage, for the schedule {word}"
             errors.append(invalid_value(MICROBATCHES, count, expected, "Write strategy.schedule=gpipe"))
         if self.schedule.in_rounds and count % max(1, count // ranks):
             expected = f"a multiple of {ranks}, the number of ranks of a pipeline, for the schedule {word}"
@@ -195,10 +195,10 @@ class Pipeline(Strategy):
             fix = "Or use a model with layer or group normalization"
             # Statistics over a micro-batch differ from statistics over the batch.
             if count > 1:
-                expected = "1, so that they normalize over the whole batch (strategy.schedule=gpipe supports 1)"
+                expected = "1, so that these layers normalize over the whole batch (strategy.schedule=gpipe supports 1)"
                 errors.append(invalid_value(MICROBATCHES, count, expected, fix, because=because))
             else:
-                expected = f"{ranks}, for a single pipeline, so that they normalize over the whole batch"
+                expected = f"{ranks}, for a single pipeline, so that these layers normalize over the whole batch"
                 got = planned.placement.world_size
                 errors.append(invalid_value("launch.devices", got, expected, fix, because=because))
         return errors
@@ -210,7 +210,7 @@ def _option_errors(schedule: str, stages: int | None, layers: Layers | None) -> 
     errors = []
     each = SCHEDULES[schedule].stages_per_rank
     if layers is not None and stages is not None and len(layers) != stages:
-        errors.append(invalid_value("stages", stages, f"{len(layers)}, one per part of strategy.layers, or null"))
+        errors.append(invalid_value("stages", stages, f"null, or {len(layers)}: a stage per list in strategy.layers"))
     key, count = ("stages", stages) if layers is None else ("layers", len(layers))
     if count is not None and not errors and count % each:
         errors.append(invalid_value(key, count, f"a multiple of {each}, the number of stages of each rank"))

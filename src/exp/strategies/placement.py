@@ -246,7 +246,7 @@ def adopt_placement(
     if demand.rest == "layers":
         if rank.world_size > 1:
             fix = "Start exp without torchrun and srun, or write strategy=ddp"
-            got = f"{strategy}, one process with all devices, as one of {rank.world_size} ranks"
+            got = f"{strategy}, which uses all devices in one process, in a job of {rank.world_size} ranks"
             raise config_error("strategy.name", got=got, expected="one rank", fix=fix)
     else:
         started, each = rank.local_world_size, demand.dimensions.layers
@@ -259,7 +259,7 @@ def adopt_placement(
         if not same:
             name, value = ("devices", _words(devices)) if wanted != started else ("nodes", str(nodes))
             expected = f"the ranks that were started: {started} on each of {rank.nodes} nodes"
-            fix = f"Start {wanted} on each of {wanted_nodes}, or write launch.devices=auto and launch.nodes=1"
+            fix = f"Start {wanted} ranks on each of {wanted_nodes} nodes, or write launch.devices=auto launch.nodes=1"
             raise config_error(f"launch.{name}", got=value, expected=expected, fix=fix)
         # A list of device indices does not change. `auto` becomes the number of devices of the started ranks.
         devices = started * each if devices == "auto" or rank.is_confined else devices
@@ -338,7 +338,7 @@ def _placement_errors(
         yield invalid_value(ACCELERATOR, kind, "a Mac with a GPU that torch can use")
     if kind == "mps" and ranks > 1:
         yield not_supported_with(
-            ACCELERATOR, kind, f"{ranks} ranks", "one rank: Apple's GPU has no collectives", on_cpu
+            ACCELERATOR, kind, f"{ranks} ranks", "one rank: ranks cannot communicate on Apple's GPU", on_cpu
         )
     if demand.rest is None and ranks > demand.dimensions.world_size:
         yield not_supported_with("strategy.name", placed.strategy, f"{ranks} ranks", "one device", "Write strategy=ddp")

@@ -68,7 +68,7 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
         return ALONE
     if rank.world_size % rank.local_world_size or not 0 <= rank.global_rank < rank.world_size:
         raise RunError(
-            f"the launcher's variables contradict each other: rank {rank.global_rank} of {rank.world_size} ranks, "
+            f"the environment variables of the launcher disagree: rank {rank.global_rank} of {rank.world_size} ranks, "
             f"of which {rank.local_world_size} are on this node. Start the same number of ranks on every node"
         )
     return rank
@@ -114,5 +114,5 @@ def _number(environment: Mapping[str, str], name: str, *, default: int | None = 
         return default
     if name not in environment or not environment[name].isdecimal():
         got = f"is {environment[name]!r}" if name in environment else "is not set"
-        raise RunError(f"{name} {got}; the launcher must set it to a number")
+        raise RunError(f"the environment variable {name} {got}; the launcher must set it to a number")
     return int(environment[name])

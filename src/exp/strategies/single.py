@@ -23,4 +23,4 @@ class Single(Strategy):
 
     def lightning(self, placement: Placement, rank: Rank) -> LightningStrategy:
         """Raise RunError. This method is called only for several ranks, which `single` does not support."""
-        raise RunError(f"strategy single takes one rank, and {placement.world_size} were started: write strategy=ddp")
+        raise RunError(f"strategy=single takes one rank, but {placement.world_size} were started. Write strategy=ddp")

@@ -169,7 +169,7 @@ def find_difference(network: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
     try:
         outputs, gradients = _compute(whole, data)
     except Exception as error:  # a network may reject random inputs that the data never contains
-        log.info("strategy.plan is not compared with the whole network, which rejects random inputs: %s", error)
+        log.info("strategy.plan is not checked, because the network rejects random inputs: %s", error)
         return None
     gradients |= {name: cut.part(gradients[name]) for name, cut in cuts.items() if name in gradients}
     found: list[str | None] = [None] * mesh.size()

@@ -203,8 +203,8 @@ def check_function(plan: Plan, network: nn.Module, spec: DataSpec, *, mesh: Devi
         return
     if found := find_difference(network, plan, example_inputs(spec), mesh=mesh):
         expected = (
-            "a column layer before each row layer, only elementwise operations between them, and all numbers of parts, "
-            f"such as the number of heads, in strategy.divide, which has {among(plan.counts(network))}"
+            "a column layer before each row layer, and only elementwise operations between the two layers. "
+            f"List each number to divide, such as the heads, in strategy.divide; it has {among(plan.counts(network))}"
         )
         because = f"which changes what the network computes with {mesh.size()} ranks: {found}"
         raise RunError(str(invalid_value(PLAN, dict(plan.layers), expected, "Or write strategy=ddp", because=because)))

@@ -111,7 +111,7 @@ def need(
             raise config_error(
                 "sweep.devices_per_job",
                 got=f"{devices_per_job} on a machine with {machine.gpus} GPUs, with {launched}",
-                expected="auto, or a number of GPUs from launch.devices to the GPUs of the machine",
+                expected="auto, or a number from launch.devices to the number of GPUs of the machine",
                 fix="Write sweep.devices_per_job=auto",
             )
         return replace(wanted, ranks=place(wanted.visible).ranks_per_node)

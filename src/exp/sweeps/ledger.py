@@ -157,13 +157,13 @@ class Ledger:
             known = before["search"]
             if (known is None) != (search is None):
                 kind = "search" if search is None else "grid"
-                raise _refusal(f"{self.directory}, which has a {kind}", f"a {kind}, as in the earlier command")
+                raise _refusal(f"{self.directory}, which contains a {kind}", f"a {kind}, as in the first command")
             other = [key for key, value in (search or {}).items() if known.get(key, value) != value]
             if other:
                 # Refuse, because the record of the search would mix results of different jobs.
                 typed = " ".join(before["overrides"])
                 got = f"a search that differs in {other[0]} from that in {self.directory}, whose command is {typed}"
-                raise _refusal(got, "the same search, in which only sweep.trials may be larger")
+                raise _refusal(got, "the same search; only sweep.trials may be larger than before")
             search = None if search is None else {**known, **search}
         self._keep_settings({"overrides": list(overrides), "search": search})
 

@@ -162,7 +162,7 @@ class Search:
         before = self._recorded[trial.number].params
         if before != trial.params:
             raise RunError(
-                f"trial {trial.number} of the search has the values {trial.params}, but {before} in sweep.journal. "
+                f"trial {trial.number} of the search has the values {trial.params}, but sweep.journal has {before}. "
                 "The swept keys, the seed or the version of Optuna changed. Repeat the "
                 "earlier command, or start a new sweep"
             )

@@ -187,7 +187,7 @@ class Sweep:
         if wanted is not False and self._executor.stacks and count >= LEAST_STACKED:
             return group_jobs(jobs, is_left=self._runner.is_left, slots=self._executor.slots)
         if wanted is True and count:
-            why = f"fewer than {LEAST_STACKED} are known at a time, or the launcher supports no stacks"
+            why = f"fewer than {LEAST_STACKED} jobs are known at a time, or the launcher cannot stack jobs"
             self.view.say_once(f"sweep.stack=true: jobs run in separate processes, because {why}")
         return [[job] for job in jobs]
 

@@ -115,7 +115,7 @@ class SweepSettings:
         """Yield an error for each setting that is incompatible with the swept keys."""
         over = self.repeat_over
         if over is not None and self.repeated is None:
-            yield not_supported_with("sweep.repeat_over", over, f"one {over}", "a swept key, such as seed=0,1,2")
+            yield not_supported_with("sweep.repeat_over", over, f"a single {over}", "a swept key, such as seed=0,1,2")
         yield from self._search_errors() if self.is_search else self._grid_errors()
 
     def _grid_errors(self) -> Iterator[ErrorDetails]:
@@ -137,8 +137,8 @@ class SweepSettings:
         if not objectives:
             yield missing_value("monitor", "the tag that a search compares", "Write monitor=loss/val")
         if self.sampler == "cmaes" and len(objectives) > 1:
-            expected = "one tag, or the sampler nsga2, tpe, gp or random"
-            yield not_supported_with("sweep.sampler", "cmaes", "several tags in sweep.monitor", expected)
+            expected, fix = "nsga2, tpe, gp or random", "Or write a single tag in sweep.monitor"
+            yield not_supported_with("sweep.sampler", "cmaes", "several tags in sweep.monitor", expected, fix)
         if pruner != "none" and self.repeat_over is not None:
             expected = "one of the two settings: a pruner compares single jobs"
             yield not_supported_with("sweep.pruner", pruner, "sweep.repeat_over", expected)
@@ -146,7 +146,7 @@ class SweepSettings:
             tag, mode = next(iter(objectives.items()))
             fix = f"Replace sweep.monitor: write monitor={tag} mode={mode}"
             other = f"sweep.monitor={','.join(objectives)}"
-            expected = f"the tag that jobs report, {self.monitor}"
+            expected = f"a search by {self.monitor}, which is the tag that jobs report"
             yield not_supported_with("sweep.pruner", pruner, other, expected, fix)
 
 
@@ -187,7 +187,7 @@ def refuse_settings(master: Composition) -> None:
     config = shared_config(master)
     refuse_nodes(config, READ_FIRST)
     if config.sweep.retry_failed and config.sweep.resume is None:
-        other, expected = "sweep.resume=null", "auto, or the directory of the sweep with the failed jobs"
+        other, expected = "sweep.resume=null", "sweep.resume with the directory of the failed jobs, or auto"
         error = not_supported_with("sweep.retry_failed", True, other, expected, "Add sweep.resume=auto")
         raise ConfigError(locate_errors(config, [error]))
 

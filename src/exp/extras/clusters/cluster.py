@@ -202,7 +202,7 @@ class ClusterExecutor(ABC):
             self._check(frozen)
             handle = self._submit(frozen)
         except Died as error:
-            self._failed.append(End(job=job, outcome=RunError(f"the process that freezes the job {error}")))
+            self._failed.append(End(job=job, outcome=RunError(f"the process that writes the job's config {error}")))
         except Interrupted:
             raise  # the sweep puts the job back into its queue
         except ExpError as error:

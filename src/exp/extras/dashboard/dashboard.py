@@ -82,7 +82,7 @@ def find_event_folders(directory: Path) -> list[Path]:
     found = runs_below(directory)
     if not found:
         expected = "expected a run directory, or a folder above it, such as outputs of python -m exp.train"
-        raise DashboardError(f"{directory} has no TensorBoard events; {expected}. logger=[] writes none")
+        raise DashboardError(f"{directory} has no TensorBoard events; {expected}. Runs with logger=[] write no events")
     return found
 
 

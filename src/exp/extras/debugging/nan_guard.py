@@ -53,8 +53,8 @@ class NanGuard(Hook):
             yield self.error(
                 key="optimizer._target_",
                 got=f"{planned.settings.optimizer['_target_']} with hooks.{self.name}",
-                expected="an optimizer of torch.optim except LBFGS: others may compute the gradients of a step several "
-                "times, and only the first ones are checked",
+                expected="an optimizer of torch.optim except LBFGS: other optimizers may compute gradients several "
+                "times per step, and only the first gradients are checked",
                 fix=f"Choose another optimizer, or {self.leave_out}",
             )
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if answer_question(arguments):
         return 0
     if arguments.multirun:
-        raise config_error("--multirun", got="several runs", expected="one", fix="Leave -m out")
+        raise config_error("--multirun", got="several runs", expected="one run", fix="Leave -m out")
     from exp.check.stages import compose, refuse_early
 
     config = compose(arguments.overrides, config_dir=arguments.config_dir, config_name=arguments.config_name)

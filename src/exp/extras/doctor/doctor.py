@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     for finding in findings(arguments.outputs, trains=not arguments.quick):
         errors += finding.state == "error"
         print(finding.text(), flush=True)  # the next finding can take seconds
-    print(f"\n{errors} error{'s' if errors != 1 else ''}: fix the first one first" if errors else "\nall well")
+    print(f"\n{errors} error{'s' if errors != 1 else ''}: fix the first error first" if errors else "\nall well")
     return 1 if errors else 0
 
 

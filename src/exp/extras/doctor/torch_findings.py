@@ -50,7 +50,7 @@ def gpu_findings(torch: Facts, *, drivers: Sequence[str], environment: Mapping[s
         yield Finding("ok", "CUDA", f"torch for CUDA {torch['cuda']} sees {len(torch['gpus'])} of {machine}")
         yield from _each_gpu(torch)
     elif not drivers:
-        fix = "If there is one, install its driver; start a container with --gpus all" if torch["cuda"] else ""
+        fix = "If the machine has a GPU, install its driver. Start containers with --gpus all" if torch["cuda"] else ""
         yield Finding("note" if fix else "ok", "CUDA", "nvidia-smi finds no NVIDIA GPU: runs use the CPU", fix)
     elif torch["cuda"] is None:
         found = f"this machine has {machine}, and torch is built for the CPU only"

@@ -106,7 +106,7 @@ def _refusal(network: NamedNetwork, error: Exception, dimensions: Dimensions) ->
     frames = [(step.filename, step.lineno or 1, step.line or "") for step in steps]
     place, layer = _place(network.network, entered[-1] if entered else "", frames)
     reason = shorten(str(error).split("\n\n")[0] or one_line(error), most=300)
-    return ExportRefused(place, f"{layer or 'it'} cannot be captured: {reason}")
+    return ExportRefused(place, f"{layer or 'the network'} cannot be captured: {reason}")
 
 
 def _place(network: nn.Module, path: str, frames: list[tuple[str, int, str]]) -> tuple[str, str]:

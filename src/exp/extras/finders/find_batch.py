@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     flags, arguments = parse(parser, argv, program=PROGRAM, above={"max": 0, "steps": FEWEST_STEPS - 1})
     limit = None if flags.memory is None else memory_bytes(flags.memory)
     if flags.memory is not None and limit is None:
-        raise config_error("--memory", got=repr(flags.memory), expected=f"{EXPECTED}: 2GiB")
+        raise config_error("--memory", got=repr(flags.memory), expected=f"{EXPECTED}, such as 2GiB")
     if arguments is None:
         return 0
     from exp.cli.train import fit, validate
@@ -104,11 +104,11 @@ def plan_errors(decided: Plan, *, limit: int | None) -> Iterator[ErrorDetails]:
     """
     data = decided.settings.data
     if "batch_sampler" in data and data["batch_sampler"] is not None:
-        expected = "null: its batches have several sizes"
+        expected = "null, because such batches differ in size"
         yield not_supported_with("data.batch_sampler", data["batch_sampler"]["_target_"], PROGRAM, expected)
     accelerator = decided.placement.accelerator
     if limit is None and accelerator != "cuda":
-        expected = "a limit, because a system without free memory swaps or ends programs"
+        expected = "a memory limit, because the system may end programs when its memory is full"
         yield missing_value("--memory", expected, "Write --memory 2GiB", got=f"no limit, on {accelerator}")
 
 
@@ -248,7 +248,7 @@ def search(trials: Trials, *, start: int, most: int | None) -> Trial:
         else:
             too_large = size
         if largest is None and size == 1:
-            raise RunError(f"not even one sample fits: {str(trial).strip()}. Increase --memory")
+            raise RunError(f"not even one sample fits into the memory: {str(trial).strip()}. Increase --memory")
         size = following(0 if largest is None else largest.size, too_large, most=most)
     assert largest is not None
     return largest

@@ -92,7 +92,7 @@ def plan_errors(decided: Plan) -> Iterator[ErrorDetails]:
     if "lr" not in inspect.signature(resolve(target, allow=settings.security.allow)).parameters:
         yield not_supported_with("optimizer._target_", target, PROGRAM, "an optimizer with the parameter lr")
     elif "lr" in settings.optimizer and settings.optimizer["lr"] == 0:
-        yield not_supported_with("optimizer.lr", "0", PROGRAM, "above 0: the rates of groups are multiples of it")
+        yield not_supported_with("optimizer.lr", "0", PROGRAM, "above 0: groups have multiples of this rate")
 
 
 def result(directory: Path, optimizer: Mapping[str, Any], overrides: Sequence[str]) -> str:

@@ -81,7 +81,9 @@ class RangeTest(Callback):
         (optimizer,) = trainer.optimizers
         self._own = own = float(optimizer.defaults["lr"])
         if not own > 0:
-            raise RunError(f"optimizer.lr is {own:g}; expected above 0: the groups' rates are multiples of it")
+            raise RunError(
+                f"optimizer.lr is {own:g}; expected a rate above 0, because groups have multiples of this rate"
+            )
         self._factors = [(group, float(group["lr"]) / own) for group in optimizer.param_groups]
         for group, _ in self._factors:
             # The run's notes about its first steps recognize a warm-up by this key.

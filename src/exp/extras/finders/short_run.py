@@ -105,7 +105,7 @@ def parse(
     ]
     arguments = parse_arguments(rest, program=f"python -m {program}")
     if arguments.multirun:
-        errors.append(ErrorDetails("--multirun", "several runs", "one", "Leave -m out, and run the command for each"))
+        errors.append(ErrorDetails("--multirun", "several runs", "one run", "Leave -m out, and start each run alone"))
     raise_errors(errors)
     if answer_question(arguments):
         return own, None

@@ -65,7 +65,7 @@ class LayerSplit(Strategy):
         if placement.world_size > 1:
             return [invalid_value("launch.nodes", placement.nodes, f"1: {self.name} is one process")]
         if layers is not None and len(layers) != count:
-            expected, fix = f"{len(layers)}, one per part of strategy.layers", f"Write launch.devices={len(layers)}"
+            expected, fix = f"{len(layers)}, one per list in strategy.layers", f"Write launch.devices={len(layers)}"
             return [invalid_value("launch.devices", count, expected, fix)]
         if count == 1:
             return [invalid_value("launch.devices", count, "2 or more devices", "Or write strategy=single")]

@@ -43,7 +43,7 @@ class SplitDDP(DDP):
         self.layers = layers
         self.devices_per_rank = devices_per_rank or (2 if layers is None else len(layers))
         if layers is not None and len(layers) != self.devices_per_rank:
-            expected = f"{len(layers)}, one for each part of strategy.layers"
+            expected = f"{len(layers)}, one per list in strategy.layers"
             raise config_error("devices_per_rank", got=str(devices_per_rank), expected=expected)
 
     @property

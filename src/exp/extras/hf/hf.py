@@ -135,7 +135,7 @@ class HuggingFace(Dataset[object]):
                 parts |= {stage: by_stage["train"].select(indices.tolist()) for stage, indices in chosen.items()}
         if not parts:
             got = f"sizes of {', '.join(sizes)}, and splits {', '.join(self.held)}"
-            raise data_error("parts", got=got, expected="sizes of existing splits")
+            raise data_error("parts", got=got, expected="sizes only of splits that the data set has")
         return {stage: self._part(parts[stage]) for stage in STAGES if stage in parts}
 
     def fit(self) -> Fitted:
@@ -207,8 +207,8 @@ class HuggingFace(Dataset[object]):
         if self.rows is None:
             raise data_error(
                 "dataset.split",
-                got=f"null, and splits {', '.join(self.held)}",
-                expected="one of them",
+                got=f"null, and a data set with the splits {', '.join(self.held)}",
+                expected="one of these splits",
                 fix=f"Write split: {next(iter(self.held))}",
             )
         return self.rows
@@ -342,7 +342,7 @@ def _refuse_other_features(name: str, feature: object, *, key: str) -> None:
             f"dataset.{key}",
             got=f"{name}, a column of {'texts' if is_text else type(inner).__name__}",
             expected="columns of numbers, lists of numbers or pictures",
-            fix="Leave it out of data.dataset.inputs; data=tokens turns files of text into tokens",
+            fix="Leave this column out of data.dataset.inputs. For texts, data=tokens turns files of text into tokens",
         )
 
 

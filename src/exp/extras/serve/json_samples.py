@@ -126,14 +126,14 @@ def _inputs(body: bytes, names: Sequence[str]) -> Mapping[str, Any]:
         raise BadRequest(f"the input {missing[0]} is missing; expected {among(names, count=len(names))}")
     for name in names:
         if not isinstance(inputs[name], list):
-            raise BadRequest(f"{name} is a {type(inputs[name]).__name__}; expected a list of samples")
+            raise BadRequest(f"the input {name} is a {type(inputs[name]).__name__}; expected a list of samples")
     sizes = {name: len(inputs[name]) for name in names}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{size} ({name})" for name, size in sizes.items())
         raise BadRequest(f"the inputs have {listed} samples; expected equal numbers of samples")
     size = next(iter(sizes.values()))
     if not 1 <= size <= MOST_SAMPLES:
-        raise BadRequest(f"{size} samples; expected 1 to {MOST_SAMPLES} in a request")
+        raise BadRequest(f"the request has {size} samples; expected 1 to {MOST_SAMPLES} samples")
     return inputs
 
 

@@ -105,7 +105,7 @@ def _cell(value: object) -> str:
 
 
 def _repeats(part: Stage, within: Stage, pairs: Sequence[tuple[int, int]], files: Sequence[str]) -> str:
-    word, place = ("repeated", "in it more than once") if part == within else ("leak", f"in {within}")
+    word, place = ("repeated", "in this split more than once") if part == within else ("leak", f"in {within}")
     first = f"{part} {pairs[0][0]} = {within} {pairs[0][1]}"
     text = f"{word}: samples of {part} that are {place}: {len(pairs):,}, first {first}"
     return f"{text} ({' and '.join(files)})" if files else text

@@ -157,8 +157,8 @@ def _vocabulary(size: int | None, tokenizer: str | None, *, directory: str) -> D
         require_extra("tokenizers", feature="data.dataset.tokenizer", extra="tokenizers", key="dataset.tokenizer")
         found = TokenVocabulary(json=read_tokenizer(data_file(tokenizer, directory=directory)).to_str())
         if size not in (None, len(found)):
-            got = f"{size}, and a tokenizer of {len(found)} tokens"
-            raise data_error("dataset.vocabulary_size", got=got, expected="null, or the same number")
+            got = f"{size}, and a tokenizer with {len(found)} tokens"
+            raise data_error("dataset.vocabulary_size", got=got, expected="null, or the size of the tokenizer")
         return found
     if size is None:
         expected = "the number of tokens, or a tokenizer"

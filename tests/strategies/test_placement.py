@@ -151,7 +151,7 @@ def test_another_number_of_confined_ranks_is_refused():
 
 def test_a_strategy_of_one_process_refuses_two_ranks():
     two = Rank(global_rank=1, local_rank=1, world_size=2, local_world_size=2)
-    with pytest.raises(ConfigError, match="one of 2 ranks; expected one rank"):
+    with pytest.raises(ConfigError, match="in a job of 2 ranks; expected one rank"):
         adopt_placement(two, "data_parallel", demand=Demand(rest="layers"), machine=Machine(gpus=2))
 
 

@@ -89,9 +89,6 @@ def build(plan: Plan, directory: Path, *, rank: Rank, resume: Path | None = None
         directory: Run directory.
         rank: Rank of this process.
         resume: Checkpoint to resume from. None: the value of the key `resume` in the config.
-
-    Raises:
-        ConfigError: A constructor rejects its arguments.
     """
     settings, placement = plan.settings, plan.placement
     arguments, limits = take_limits(_trainer_values(plan))

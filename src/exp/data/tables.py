@@ -58,6 +58,8 @@ class Table(Dataset[object]):
     the words. A target is a class number, int64 `[]`, or K numbers to predict, float32 `[K]`. A sample is a mapping
     from names to values if there are several targets, or if encoding="index".
 
+    `fitted` and `statistics` are the statistics of the training split, which `fit` returns.
+
     All splits are encoded with the statistics of the training split. The encoding is the same as that of scikit-learn's
     SimpleImputer, StandardScaler and OneHotEncoder(handle_unknown="ignore"). Splits share the columns of the table in
     memory, and store only the indices of their rows.
@@ -111,21 +113,14 @@ class Table(Dataset[object]):
         return len(self.numbers) if self.rows is None else len(self.rows)
 
     def select(self, indices: Tensor) -> Self:
-        """Return a table of the rows at some indices.
-
-        Args:
-            indices: The indices, int64 `[n]`.
-        """
+        """Return a table of the rows at some indices, int64 `[n]`."""
         part = copy.copy(self)
         part.rows = self._of_rows(np.arange(len(self.numbers)))[indices.numpy()]
         part.indices, part.whole_length = indices, len(self)
         return part
 
     def class_numbers(self, *, key: str) -> np.ndarray:
-        """Return the class number of each row, `[N]`.
-
-        Args:
-            key: The config key that needs the classes, for the error.
+        """Return the class number of each row, `[N]`. `key` is the config key that needs the classes.
 
         Raises:
             ConfigError: The table has no target with classes, or several.
@@ -137,12 +132,7 @@ class Table(Dataset[object]):
         return found[0]
 
     def column_texts(self, name: str, *, key: str) -> list[str | None]:
-        """Raise ConfigError, because only tables in files have columns that are not inputs.
-
-        Args:
-            name: The name of the column.
-            key: The config key that contains the name, for the error.
-        """
+        """Raise ConfigError, because only tables in files have columns that are not inputs."""
         raise data_error(key, got=f"{name}, although this table is not from a file", expected="a table from a file")
 
     def fit(self) -> Fitted:
@@ -158,7 +148,7 @@ class Table(Dataset[object]):
         }
         if self.columns:
             numbers = self.numbers.copy() if self.rows is None else self.numbers[self.rows]
-            found["fills"] = fills = self._fills(numbers)
+            found["fills"] = fills = _fills(self.columns, numbers, self.impute)
             np.copyto(numbers, fills.numpy(), where=np.isnan(numbers))
             found["means"], found["deviations"] = moments(numbers, scratch=numbers)
         if self.words:
@@ -167,7 +157,7 @@ class Table(Dataset[object]):
                 name: self.words[name].names[int(own[1:].argmax())] if own[1:].any() else MISSING
                 for name, own in counts.items()
             }
-            found["words"] = {name: self._words_of(self.words[name], own) for name, own in counts.items()}
+            found["words"] = {name: _words_of(self.words[name], own, self.impute) for name, own in counts.items()}
         scales = {
             name: moments(self._of_rows(target))
             for name, target in self.targets.items()
@@ -181,9 +171,6 @@ class Table(Dataset[object]):
 
     def prepare(self, fitted: Fitted) -> Tensors:
         """Return a data set of the encoded rows in memory.
-
-        Args:
-            fitted: The statistics of the training split.
 
         Raises:
             ConfigError: The columns differ from the columns of the training split, or a class is not in the training
@@ -211,9 +198,6 @@ class Table(Dataset[object]):
     def unknown_words(self, fitted: Fitted) -> dict[str, dict[str, int]]:
         """Return the words of this split that are not in the training split.
 
-        Args:
-            fitted: The statistics of the training split.
-
         Returns:
             A mapping for each column of words with such words: from the word to its number of rows. The empty text
             means a missing word.
@@ -228,12 +212,7 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file, and on words that are not in the training split. A note is one line.
-
-        Args:
-            fitted: The statistics of the training split.
-            stage: The name of this split, for the notes.
-        """
+        """Return notes on the file, and on words that are not in the training split. `stage` is this split's name."""
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
             named = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])
@@ -248,7 +227,6 @@ class Table(Dataset[object]):
 
         Args:
             indices: The indices of b rows, int64 `[b]`.
-            fitted: The statistics of the training split.
 
         Returns:
             A mapping from the names of the inputs, and of the targets that are numbers, to tensors `[b, ...]`. Numbers
@@ -266,9 +244,6 @@ class Table(Dataset[object]):
 
     def encode(self, fitted: Fitted) -> dict[str, Tensor]:
         """Return the encoded inputs of all rows in this split.
-
-        Args:
-            fitted: The statistics of the training split.
 
         Returns:
             A mapping with `input`, float64 `[N, F]`. If encoding="index", it also contains `categories`, int64
@@ -362,11 +337,6 @@ class Table(Dataset[object]):
     def _known_classes(self, name: str, target: Words, statistics: Statistics) -> int:
         """Return the number of classes of a target in the training split.
 
-        Args:
-            name: The name of the target.
-            target: The classes of the rows.
-            statistics: The statistics of the training split.
-
         Raises:
             ConfigError: A row of this split has a class that is not in the training split.
         """
@@ -379,42 +349,47 @@ class Table(Dataset[object]):
                 raise data_error("", got=got, expected=f"one of the training split's classes, {', '.join(theirs)}")
         return len(theirs)
 
-    def _fills(self, numbers: np.ndarray) -> Tensor:
-        """Return the number that replaces missing values in each column, float64 `[F]`.
 
-        Args:
-            numbers: The columns of numbers in the training split, float64 `[N, F]`.
+def _fills(columns: Sequence[str], numbers: np.ndarray, impute: Impute | None) -> Tensor:
+    """Return the number that replaces missing values in each column, float64 `[F]`.
 
-        Raises:
-            ConfigError: A column has only missing values.
-        """
-        fills = []
-        for name, column in zip(self.columns, numbers.T, strict=True):
-            known = column[~np.isnan(column)]
-            if not len(known):
-                raise data_error(
-                    "dataset.ignore",
-                    got=f"the column {name}, which has no number in the training split",
-                    expected="at least one number, from which missing values are filled in",
-                    fix=f"Leave the column out with data.dataset.ignore=[{name}]",
-                )
-            if self.impute == "most_frequent":
-                values, counts = np.unique(known, return_counts=True)
-                fills.append(float(values[counts.argmax()]))  # argmax selects the smallest of equally frequent values.
-            else:
-                fills.append(float(np.median(known) if self.impute == "median" else known.mean()))
-        return torch.tensor(fills, dtype=torch.float64)
+    Args:
+        columns: The names of the columns.
+        numbers: The columns of numbers in the training split, float64 `[N, F]`.
+        impute: See Table.
 
-    def _words_of(self, column: Words, counts: np.ndarray) -> list[str]:
-        """Return the words that occur in the rows of this split. MISSING is the last word if words are missing.
+    Raises:
+        ConfigError: A column has only missing values.
+    """
+    fills = []
+    for name, column in zip(columns, numbers.T, strict=True):
+        known = column[~np.isnan(column)]
+        if not len(known):
+            raise data_error(
+                "dataset.ignore",
+                got=f"the column {name}, which has no number in the training split",
+                expected="at least one number, from which missing values are filled in",
+                fix=f"Leave the column out with data.dataset.ignore=[{name}]",
+            )
+        if impute == "most_frequent":
+            values, counts = np.unique(known, return_counts=True)
+            fills.append(float(values[counts.argmax()]))  # argmax selects the smallest of equally frequent values.
+        else:
+            fills.append(float(np.median(known) if impute == "median" else known.mean()))
+    return torch.tensor(fills, dtype=torch.float64)
 
-        Args:
-            column: The column of words.
-            counts: The number of rows with each word; see `_counts`.
-        """
-        words = [name for name, count in zip(column.names, counts[1:].tolist(), strict=True) if count]
-        has_missing = counts[0] > 0 and self.impute != "most_frequent"
-        return [*words, MISSING] if has_missing else words
+
+def _words_of(column: Words, counts: np.ndarray, impute: Impute | None) -> list[str]:
+    """Return the words that occur in the rows of this split. MISSING is the last word if words are missing.
+
+    Args:
+        column: The column of words.
+        counts: The number of rows with each word; see `Table._counts`.
+        impute: See Table.
+    """
+    words = [name for name, count in zip(column.names, counts[1:].tolist(), strict=True) if count]
+    has_missing = counts[0] > 0 and impute != "most_frequent"
+    return [*words, MISSING] if has_missing else words
 
 
 class ShippedTable(Table):

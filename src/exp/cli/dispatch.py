@@ -91,10 +91,7 @@ def help_text() -> str:
         lines += ["", f"{title}:", *(f"  {name:<{width}}  {command.help}" for name, command in commands.items())]
     if added := plugins():
         lines += ["", "Of other packages:", *(f"  {name:<{width}}  {point.value}" for name, point in added.items())]
-    lines += [
-        "",
-        "exp train is the same as python -m exp.train, as for every command. Tab completion: exp completion --help",
-    ]
+    lines += ["", "exp COMMAND is the same as python -m exp.COMMAND. For tab completion: exp completion --help"]
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ def test_a_search_without_a_size_exits_1(words: list[str], message: str, command
 
 
 ERRORS: Mapping[str, tuple[list[str], str]] = {
-    "no limit on a CPU": ([], "--memory: no limit, on cpu; expected a limit"),
+    "no limit on a CPU": ([], "--memory: no limit, on cpu; expected a memory limit"),
     "no unit": (["--memory", "2"], "--memory: '2'; expected a number and "),
     "no samples": (["--memory", "1GiB", "--max", "0"], "--max: 0; expected a number above 0"),
     "few steps": (["--memory", "1GiB", "--steps", "2"], "--steps: 2; expected a number above 2"),

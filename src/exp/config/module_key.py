@@ -27,14 +27,8 @@ REPLACED: Mapping[str, tuple[object, str]] = {
     "objective": ({}, "the training_step of the module returns the loss"),
     "metrics": ({}, "the module logs its metrics by self.log"),
     "phases": ({}, "the configure_optimizers of the module returns several optimizers for manual optimization"),
-    "optimizer": (
-        None,
-        "configure_optimizers makes the optimizer from parameters such as module.optimizer",
-    ),
-    "scheduler": (
-        None,
-        "configure_optimizers makes the schedule from parameters such as module.scheduler",
-    ),
+    "optimizer": (None, "configure_optimizers makes the optimizer from parameters such as module.optimizer"),
+    "scheduler": (None, "configure_optimizers makes the schedule from parameters such as module.scheduler"),
 }
 _NETWORK = "the module owns its network: change it in __init__ or configure_model"
 _STEP = "the module defines the step, and Lightning's Trainer runs it"

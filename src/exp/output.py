@@ -114,6 +114,12 @@ class SafeStream:
             except OSError as error:
                 self._lose(error)
 
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        except OSError as error:
+            warn_not_written(self.name, error)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

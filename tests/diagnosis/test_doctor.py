@@ -126,10 +126,10 @@ def test_failing_runs_are_named():
 
 @pytest.mark.slow
 def test_a_trial_that_crashes_is_an_error(tmp_path, monkeypatch):
+    assert "nothing" in doctor.try_in_process("run:nothing")["error"]
     (tmp_path / "torchvision.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert "SIGSEGV" in doctor.try_in_process("import")["error"]
-    assert "nothing" in doctor.try_in_process("run:nothing")["error"]
     assert torch_findings.import_finding({"error": "OSError: torchvision/_C.so"}).fix.startswith("Install torch and")
 
 

@@ -58,5 +58,5 @@ def test_export_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Mon
     for program, line in done:
         words = [*shlex.split(line), *([QUIET] if program == "train" else [])]
         assert programs[program](words) == 0, line
-    for name in ("outputs/digits/exports/network.onnx", "digits.pt2"):
+    for name in ("outputs/digits/exports/network.onnx", "digits.onnx"):
         assert Path(name).is_file()

@@ -109,7 +109,7 @@ def _objective(node: dict[str, Any]) -> Objective:
     if errors := list(target_errors({"objective": {"it": node}}, allow=())):
         raise ConfigError(errors)
     objective = Objective({"it": construct(node, key="objective.it", allow=())}).double()
-    if errors := list(term_errors(objective, nn.Identity(), SPEC, word="fp64")):
+    if errors := list(term_errors(objective, nn.Identity(), SPEC)):
         raise ConfigError(errors)
     return objective
 

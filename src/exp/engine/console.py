@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO, cast
@@ -70,8 +70,8 @@ def run_log(directory: Path | str, *, rank: Rank, not_written: list[dict[str, st
         opened = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
         unopened, opened = error, NOWHERE.open("a", encoding="utf-8")
-    with opened as text, warnings.catch_warnings(), survive_output_errors():
-        file = logging.StreamHandler(cast(TextIO, SafeStream(text, path.name)))
+    with closing(SafeStream(opened, path.name)) as text, warnings.catch_warnings(), survive_output_errors():
+        file = logging.StreamHandler(cast(TextIO, text))
         file.setFormatter(_Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         file.addFilter(is_of_the_run)
         try:

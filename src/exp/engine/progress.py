@@ -250,8 +250,10 @@ def forget_restart(trainer: Trainer) -> None:
 
     Otherwise, Lightning does not update ReduceLROnPlateau schedules at the end of the resumed epoch.
     """
+    is_inside = trainer.fit_loop.epoch_loop.restarting
+    # This also sets the loops inside. They keep their value, which is true if the run resumes within an epoch.
     trainer.fit_loop.restarting = False
-    trainer.fit_loop.epoch_loop.restarting = True
+    trainer.fit_loop.epoch_loop.restarting = is_inside
     # Set the value of an uninterrupted run, because Lightning counts a restarted epoch differently.
     epochs = trainer.fit_loop.epoch_progress
     epochs.current.ready = epochs.total.ready

@@ -398,9 +398,7 @@ def classes_of(parts: Mapping[Stage, object], declared: DataSpec, names: Sequenc
         return max(known)
     if declared.num_classes is not None:
         return declared.num_classes
-    found = [
-        classes_in(target_in(by_name(part.entries, names))) for part in parts.values() if isinstance(part, Tensors)
-    ]
+    found = [classes_in(target_in(by_name(one.entries, names))) for one in parts.values() if isinstance(one, Tensors)]
     return max((classes for classes in found if classes is not None), default=None)
 
 

@@ -197,9 +197,7 @@ class _Cutter:
         nodes = self.needed[index]
         inputs = [node for node in nodes if node.op == "placeholder"]
         takes = [node for node in nodes if self._is_carried(node, index)]
-        later = {
-            node for other in range(index + 1, self.count) for node in self.needed[other] if self.of[node] == index
-        }
+        later = {node for part in range(index + 1, self.count) for node in self.needed[part] if self.of[node] == index}
         gives = [node for node in nodes if node in later and not self._is_free(node)]
         graph, copies = fx.Graph(), {}
         for node in inputs:

@@ -148,9 +148,7 @@ def sparse_parameters(network: nn.Module) -> set[int]:
 
 def has_fused(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether torch has fused kernels for the devices and dtypes of all parameters."""
-    return all(
-        parameter.device.type in FUSED_DEVICES and torch.is_floating_point(parameter) for parameter in parameters
-    )
+    return all(one.device.type in FUSED_DEVICES and torch.is_floating_point(one) for one in parameters)
 
 
 def _wants_fused(factory: functools.partial[Optimizer]) -> bool:

@@ -177,10 +177,8 @@ class WholeState(DDPStrategy, ABC):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         held = dict(module_of(self).named_parameters())
-        for optimizer, members, saved in zip(
-            self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True
-        ):
-            index = _indices(members)
+        for optimizer, group, saved in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
+            index = _indices(group)
             # The indices count only the parameters of this rank, because torch's optimizer contains only these.
             own = {name: number for number, name in enumerate(name for name in index if name in held)}
             state = {

@@ -85,9 +85,7 @@ def _import() -> dict[str, object]:
     return {"imported": [importlib.import_module(name).__name__ for name in names]}
 
 
-TRIES: dict[str, Callable[..., dict[str, object]]] = {
-    "torch": _torch, "import": _import, "run": _run,
-}  # fmt: skip
+TRIES: dict[str, Callable[..., dict[str, object]]] = {"torch": _torch, "import": _import, "run": _run}
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ class WholeState(DDPStrategy, ABC):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         held = dict(module_of(self).named_parameters())
-        for optimizer, group, saved in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
-            index = _indices(group)
+        for optimizer, owned, saved in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
+            index = _indices(owned)
             # The indices count only the parameters of this rank, because torch's optimizer contains only these.
             own = {name: number for number, name in enumerate(name for name in index if name in held)}
             state = {
@@ -191,7 +191,7 @@ class WholeState(DDPStrategy, ABC):
             }
             groups = [
                 {**group, "params": [own[name] for name in names if name in own]}
-                for group, names in zip(saved["param_groups"], members, strict=True)
+                for group, names in zip(saved["param_groups"], owned, strict=True)
             ]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 

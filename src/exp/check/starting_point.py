@@ -185,7 +185,11 @@ def root_of(directory: Path, name: str) -> Path:
 
 
 def _runs(root: Path) -> list[Path]:
-    """Return the run directories below a root: <root>/<date>/<time>, and <root>/<directory> of hydra.run.dir."""
+    """Return the run directories below a folder of runs, at most two levels down.
+
+    The default run directory is <root>/<date>/<time>. A directory that the user sets by `hydra.run.dir` may be directly
+    below the root.
+    """
     return [path.parent for pattern in RUNS for path in root.glob(f"{pattern}/config.yaml")]
 
 

@@ -327,9 +327,14 @@ def assign(network: nn.Module, graph: fx.Graph, *, count: int, layers: Patterns 
 
 
 def _name_errors(units: Sequence[Unit], layers: Patterns, found: dict[str, int]) -> Iterator[ErrorDetails]:
-    """Add the part of each unit that a pattern matches to `found`, and yield the errors of the patterns.
+    """Match layers to patterns, and yield the errors of the patterns.
 
-    A pattern that matches no unit, a unit in two parts, and unmatched units with parameters are errors.
+    A pattern without a match, a layer in two lists, and a layer with parameters in no list are errors.
+
+    Args:
+        units: The layers that can be assigned to a part of the network.
+        layers: A list of patterns for each part.
+        found: Receives the number of the part, counted from 0, by name of the layer.
     """
     known = among([unit.name for unit in units], count=20)
     for part, patterns in enumerate(layers):

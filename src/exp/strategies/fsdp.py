@@ -124,9 +124,10 @@ class FSDP(Strategy):
         return errors
 
     def footprint(self, load: Load) -> Footprint:
-        """Return the equal shards of all ranks, and the buffers for gathered units.
+        """Return the memory of each rank: its shard of the parameters, and buffers for gathered weights.
 
-        Two units are in memory at the same time, because the next unit is gathered while the current unit runs.
+        A unit is a group of layers whose weights are gathered together. The buffers have the size of two units, because
+        the next unit is gathered while the current unit runs.
         """
         ranks = load.placement.data_ranks
         units = choose_units(load.network, self.shard, key=SHARD)

@@ -61,8 +61,8 @@ def description_of(plain: Mapping[str, Any], directory: Path, *, overrides: Sequ
 class RunLogger(Logger):
     """Base class of exp's loggers: a Lightning logger that also logs panels and a description of the run.
 
-    A panel is a histogram, a heat map, an image, a text or a curve that a hook returns. The description has the config, the command and
-    the revision of the code.
+    A panel is a histogram, a heat map, an image, a text or a curve that a hook returns. The description has the config,
+    the command and the revision of the code.
 
     The methods have an effect only on rank 0.
     """

@@ -154,7 +154,7 @@ def test_only_this_machine_may_ask(server):
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=10)
-    with pytest.raises(AddressError, match=f"port {port} of 127.0.0.1: .*expected a free one"):
+    with pytest.raises(AddressError, match=f"port {port} of 127.0.0.1: .*expected a free port"):
         ModelServer(OnnxModel(model_file()), port=port)
 
 

@@ -69,7 +69,7 @@ def _own_share(values: Tensor, part: AnyDataset) -> Tensor | None:
 
 
 def attribute_values(part: AnyDataset, name: str) -> Tensor | None:
-    """Return the numbers of a split's samples that are in an attribute of the data set, `[n, ...]`.
+    """Return the values, such as class numbers, that an attribute of the data set has for a split, `[n, ...]`.
 
     Return None if the data set does not have the attribute, or if its length matches neither the split nor the whole
     data set.

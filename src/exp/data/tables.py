@@ -212,7 +212,10 @@ class Table(Dataset[object]):
         return found
 
     def notes_in(self, fitted: Fitted, *, stage: str) -> list[str]:
-        """Return notes on the file, and on words that are not in the training split. `stage` is this split's name."""
+        """Return notes on the file, and on words of this split's columns that are not in the training split.
+
+        `stage` is the name of this split.
+        """
         lines = list(self.notes)
         for name, words in self.unknown_words(fitted).items():
             named = among([f"{word or 'a missing value'} ({count})" for word, count in words.items()])

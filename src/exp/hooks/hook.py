@@ -238,10 +238,10 @@ class Hook:
         """
 
     def before_update(self, step: Step, update: Update) -> None:
-        """Check or record an update. Called before each optimizer step, and before after_backward.
+        """Check or record an update. Called before each optimizer step, and before the method `after_backward`.
 
-        With phases, the method is called at each repeat of a phase. An exception ends the run and leaves the parameters
-        unchanged.
+        A phase may repeat its optimizer step, and then the method is called each time. An exception ends the run and
+        leaves the parameters unchanged.
         """
 
     def after_clipping(self, step: Step) -> Values | None:

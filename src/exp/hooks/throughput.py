@@ -215,7 +215,7 @@ class StepTimer:
 
         Args:
             now: End of the step, by time.perf_counter.
-            waited: Total seconds for which the loop has waited for batches until the end of the step.
+            waited: Seconds for which the loop has waited for batches since the start of the run.
         """
         self.mark("rest", now)
         self._waited = waited - self._waited

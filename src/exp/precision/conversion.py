@@ -141,7 +141,9 @@ class Ends:
             self.waiting += [(name, rounded, full) for rounded, full in notes]
 
     def restore(self, output: Nested) -> Nested:
-        """Return the network's output with stored tensors, in float32, instead of the rounded tensors of kept layers.
+        """Return the network's output with the float32 outputs of layers that `precision.keep` keeps in float32.
+
+        The network rounds these outputs. The rounded tensors are replaced by the tensors that the layers returned.
 
         Args:
             output: Output of the network. None: the forward raised an exception.
@@ -205,7 +207,7 @@ class Edge:
 
 
 class Entrance:
-    """Hooks of the whole network for a precision that changes the dtype of the parameters.
+    """Module hooks on the whole network, for a precision that changes the dtype of the parameters.
 
     The hooks convert the floating-point inputs of the network. Targets are not converted, so that they stay exact. The
     hooks also set torch's default dtype, so that the network creates tensors in this dtype, as in torch.zeros(n).
@@ -214,7 +216,7 @@ class Entrance:
 
     Args:
         dtype: Dtype of the parameters.
-        ends: Storage for the exact outputs of kept layers.
+        ends: Storage for the float32 outputs of layers that `precision.keep` keeps in float32.
     """
 
     def __init__(self, *, dtype: torch.dtype, ends: Ends) -> None:

@@ -67,11 +67,11 @@ class Predictions:
         names = list(self.readings)
         name = names[0] if output is None and len(names) == 1 else output
         if name is None or name not in self.readings:
-            known = ", ".join(names) or "there is none"
+            known = ", ".join(names) or "the run has none"
             raise RunError(f"output is {name}; expected an output that a loss compares with a target: {known}")
         values = self.outputs[name]
         if isinstance(values, list):
-            raise RunError(f"the samples of {name} differ in length. Call readings[{name!r}].answers for each sample")
+            raise RunError(f"samples of {name} differ in length. Pass one at a time to .readings[{name!r}].answers(...)")
         return self.readings[name].answers(values)
 
 

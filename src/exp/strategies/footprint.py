@@ -241,7 +241,7 @@ def gather_bytes(size: float, ranks: int) -> float:
 
 
 def merge_equal_places(places: Iterable[Place]) -> list[Place]:
-    """Return places without duplicates. A merged place lists the ranks of all places with its contents."""
+    """Merge devices with the same contents of memory into one place, which lists the ranks of all these devices."""
     found: list[Place] = []
     for place in places:
         index = next((at for at, one in enumerate(found) if replace(one, ranks=place.ranks) == place), None)

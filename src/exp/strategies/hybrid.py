@@ -75,7 +75,7 @@ class Hybrid(Strategy):
 
     @property
     def demand(self) -> Demand:
-        """Devices to use: groups of neighboring ranks that split one model.
+        """Devices to use: groups of neighboring ranks. The ranks of a group split one copy of the model.
 
         A machine without a GPU starts two groups.
         """

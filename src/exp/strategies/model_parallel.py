@@ -287,5 +287,8 @@ def gather_ranks(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> T
 
 
 def gather_data(tensor: Tensor, *, strategy: LightningStrategy) -> Tensor:
-    """Return one tensor per model, stacked. The models process different samples of the global batch."""
+    """Gather a tensor from each copy of the model, and stack the tensors.
+
+    The copies process different samples of the global batch.
+    """
     return gather_ranks(tensor, group=strategy.data_group if isinstance(strategy, ModelParallel) else None)

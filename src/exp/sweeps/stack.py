@@ -181,7 +181,7 @@ def _resolve(job: Job, other: Job, decided: Plan) -> Plain:
 
 
 class Stack:
-    """Several members that are trained together, from the same position of their runs.
+    """Jobs of a sweep, called members, that are trained together from the same epoch and batch.
 
     If a member fails, the tensors of the member stay in the stack, but its values are no longer logged.
     """

@@ -293,9 +293,9 @@ class ZeroStrategy(ModelParallel):
         return self._groups[0]
 
     def _flat(self) -> dict[str, Tensor]:
-        """Return a flat tensor for each trained parameter, by parameter name.
+        """Return the flat tensor that contains each trained parameter, by parameter name.
 
-        The flat tensor contains this rank's part of all parameters in the same optimizer group.
+        All parameters of an optimizer group share one flat tensor: the part of the group that this rank stores.
         """
         engine, names = self.engine.optimizer, self._names()
         pairs = zip(engine.bit16_groups, engine.single_partition_of_fp32_groups, strict=True)

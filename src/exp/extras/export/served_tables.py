@@ -49,8 +49,8 @@ class ServedTable:
 
     Args:
         fitted: Statistics of the training split.
-        options: Options of the run's data set, for the parameters of trained_table. They may also contain `decimal` and
-            `missing_values`.
+        options: Arguments of the run's data set that `trained_table` needs to encode rows, by name. They may also
+            contain `decimal` and `missing_values`.
     """
 
     fitted: Fitted

@@ -65,7 +65,7 @@ class ModelServer:
             self._listener = socket.create_server((host, port), backlog=2048)
         except OSError as error:
             reason = f"port {port} of {host}: {error.strerror or error}"
-            raise AddressError(f"{reason}; expected a free one. Choose another port= or host=") from error
+            raise AddressError(f"{reason}; expected a free port. Choose another port= or host=") from error
         self.address = f"http://{host}:{self._listener.getsockname()[1]}"
         # The limit of open files is raised, because each connection is an open file.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

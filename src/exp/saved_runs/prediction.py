@@ -71,7 +71,7 @@ class Predictions:
             raise RunError(f"output is {name}; expected an output that a loss compares with a target: {known}")
         values = self.outputs[name]
         if isinstance(values, list):
-            raise RunError(f"samples of {name} differ in length. Pass one at a time to .readings[{name!r}].answers(...)")
+            raise RunError(f"samples of {name} differ in length. Pass one at a time to readings[{name!r}].answers")
         return self.readings[name].answers(values)
 
 

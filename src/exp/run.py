@@ -47,9 +47,9 @@ def run(
     join: Callable[[Plan], None] | None = None,
     requeues: int | None = None,
 ) -> Report:
-    """Run the frozen config of a run directory as one rank.
+    """Run the frozen config of a run directory as one rank, and return the report.
 
-    Rank 0 writes the report, even if the run fails or is interrupted.
+    Rank 0 writes the report, even if the run fails or is interrupted. The error that ended a run is raised again.
 
     Args:
         directory: Run directory.
@@ -60,12 +60,6 @@ def run(
         requeues: Maximum number of times that SLURM queues the job again after its time limit. If set, the run resumes
             from the newest checkpoint in the run directory. None: no limit if `runtime.autoresume` is true, otherwise
             the job is not queued again.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        BaseException: The error that ended the run.
     """
     directory = Path(directory).absolute()
     resolved = read_resolved(directory) if decided is None else decided.resolved

@@ -152,14 +152,14 @@ def test_a_batch_without_a_target_trains_named_terms(tmp_path: Path, small_run: 
     small = small_run.Small(tmp_path / "without", metrics={}, **settings)
     small.fit()
     assert small.recording.metrics["loss/val"] < 0.7
-    with pytest.raises(RunError, match=r"accuracy.target is 'target', which neither .*are input, label"):
+    with pytest.raises(RunError, match=r"accuracy.target is 'target', a name that neither .*: input, label"):
         small_run.Small(tmp_path / "with", **settings).fit()
     # An autoencoder has inputs only.
     dataset = Tensors(entries=(inputs,))
     data = Data(dataset=dataset, batch_size=16, parts={"train": 0.7, "val": 0.3}, num_outputs=6)
     settings = {"data": data, "model": nn.Linear(6, 6), "metrics": {}}
     small_run.Small(tmp_path / "own", terms={"mse": Term(loss=nn.MSELoss(), target="input")}, **settings).fit()
-    with pytest.raises(RunError, match=r"a term's target is 'target', which neither .*there are input, output"):
+    with pytest.raises(RunError, match=r"the target of a term is 'target', .*: input, output"):
         small_run.Small(tmp_path / "missing", terms={"mse": nn.MSELoss()}, **settings).fit()
 
 

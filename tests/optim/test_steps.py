@@ -55,7 +55,7 @@ MIXED = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
         (torch.optim.AdamW, DENSE, None),
         (torch.optim.LBFGS, DENSE, None),
         (torch.optim.Adafactor, DENSE, None),
-        (AroundTheClosure, DENSE, "those of the previous step"),
+        (AroundTheClosure, DENSE, "gradients of the previous step"),
         (Twice, DENSE, None),
         (TwoSets, DENSE, "two sets of weights"),
         (torch.optim.SparseAdam, DENSE, "does not support dense gradients"),

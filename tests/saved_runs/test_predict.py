@@ -244,7 +244,7 @@ def test_arrays_that_do_not_fit_are_refused(digits):
     for given, message in (
         (np.zeros((3, 5)), r"\[3, 5\]; expected \[N, \*\[1, 8, 8\]\]"),
         (np.full((2, 1, 8, 8), math.nan), "nan in sample 0, .* of input"),
-        ({"image": np.zeros((2, 1, 8, 8)), "other": np.zeros(2)}, "no input"),
+        ({"image": np.zeros((2, 1, 8, 8)), "other": np.zeros(2)}, "without input"),
         (np.zeros((0, 1, 8, 8)), "without a sample"),
         (large, r"input: 1e\+300 in sample 1, entry \[0, 2, 3\] of input"),
     ):

@@ -77,7 +77,7 @@ def test_a_killed_search_continues_with_the_same_proposals(killed_after, search,
     trials = study(tmp_path / "broken").trials
     assert [trial.number for trial in trials] == list(range(20))
     assert {trial.state.name for trial in trials} == {"COMPLETE"}
-    with pytest.raises(RunError, match=r"trial 0 of the search has .* in sweep\.journal"):
+    with pytest.raises(RunError, match=r"trial 0 of the search has .*, but sweep\.journal has"):
         search("broken", seed=4).ask()
 
 

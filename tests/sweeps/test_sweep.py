@@ -434,9 +434,7 @@ def test_a_search_resumes_only_as_the_same_search():
         ("seed=4",): "that differs in seed",
         ("data.batch_size=8,16",): "that differs in axes",
     }.items():
-        with pytest.raises(
-            ConfigError, match=rf"sweep\.resume: a search {words}.*; expected the same search, in which"
-        ):
+        with pytest.raises(ConfigError, match=rf"sweep\.resume: a search {words}.*; expected the same search; only"):
             run_sweep(*SEARCH, *overrides, RESUME)
 
 

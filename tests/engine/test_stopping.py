@@ -60,13 +60,13 @@ def test_a_signal_to_one_rank_ends_all_ranks(tmp_path: Path, elsewhere: Any) -> 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process(tmp_path: Path, elsewhere: Any) -> None:
-    process = elsewhere.start(tmp_path, slow_steps=1.0)
+    process = elsewhere.start(tmp_path, slow_steps=4.0)
     wait_for(tmp_path / "values.0.jsonl", '"loss/train", 1')
     # Repeat the signal, because on a busy machine two signals in a row may arrive as one.
     ends = time.monotonic() + 60
     while process.is_alive() and time.monotonic() < ends:
         os.kill(process.pid, signal.SIGTERM)
-        process.join(0.2)
+        process.join(0.05)
     assert elsewhere.end(process, seconds=1) == -signal.SIGTERM
 
 
